@@ -1,0 +1,147 @@
+"""The nouns that the runtime shares: what is asked (SamplingParams, GenerationRequest), what is in flight
+(Request), what one step computes (Rows, Step), and what comes out (RequestOutput). No numpy here.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"  # an end token or a stop string
+    LENGTH = "length"  # max_tokens or max_seq_len
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen. Order: penalties, temperature, top-k, top-p, min-p (Hugging Face's).
+
+    The default is greedy: temperature 0. `top_k` 0, `top_p` 1 and `min_p` 0 mean off.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None  # None: a random one
+    stop: tuple[str, ...] = ()  # matched on decoded text, excluded from the output
+    stop_token_ids: tuple[int, ...] | None = None  # None: the model's own end tokens; (): none
+    ignore_eos: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # None: off; 0: of the chosen token; n: and of the n best
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What a caller asks. Exactly one of prompt, token_ids and messages is given.
+
+    messages: chat turns [{"role", "content"}], rendered with the model's own template (which brings its own BOS).
+    deadline: seconds from submission after which the request is ended with DeadlineExceeded.
+    """
+
+    id: str
+    prompt: str | None = None
+    token_ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    params: SamplingParams = SamplingParams()
+    priority: int = 0  # larger goes first
+    deadline: float | None = None
+    cache_salt: str = ""
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """A request in flight: it has computed some of its tokens, a step computes some more.
+
+    `num_computed` tokens have their K and V in the blocks of `block_tables` (one table per KV group).
+    """
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    priority: int = 0
+    arrival: float = field(default_factory=time.monotonic)
+    deadline: float | None = None  # on time.monotonic's clock
+    cache_salt: str = ""
+    output_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache
+    block_tables: list[list[int]] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A request's share of a step: its tokens [start, start + count), and for how many of the last of them
+    logits are wanted (0 in mid-prefill, 1 usually, more for a verified draft)."""
+
+    request: Request
+    start: int
+    count: int
+    num_logits: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the scheduler plans and an executor runs, all rows back to back."""
+
+    rows: tuple[Rows, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(r.count for r in self.rows)
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log probabilities at one output position, of the distribution before temperature and cuts."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one step added to one request; the concatenation over a request is its whole answer.
+
+    text: the delta, never half a character and never part of a stop string. The last output of a request has
+    `finish_reason`; if that is ERROR, `error` has the exception.
+    """
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or token id that ended it
+    error: Exception | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0  # so far
+    timings: Mapping[str, int] = field(default_factory=dict)  # last output only: arrival_ns, first_scheduled_ns, first_token_ns, last_token_ns
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
