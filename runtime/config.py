@@ -1,0 +1,115 @@
+"""EngineConfig: what an engine is opened with, and how many KV blocks that gives. Standard library only."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trtforge.plugins.errors import InvalidArgument
+from trtforge.runtime.manifest import KVLayout, Limits, Manifest
+
+#: The batch scheduler policies, under their old option names.
+POLICIES = ("max_utilization", "guaranteed_no_evict")
+
+#: Of the memory that is free when the engine opens, what the default pool may take.
+MEMORY_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to run an engine. At most one of the three ways to size the KV pool is given; none means: enough for
+    `max_batch_size` sequences of `max_seq_len`, but no more than half of the machine's available memory.
+
+    kv_memory: bytes for all pools together. kv_cache_tokens: tokens that the pool holds.
+    users, context: that many requests of that many tokens each, prompt and output.
+    max_batch_size, max_num_tokens, max_seq_len: lower than the engine's own limits, or None for those.
+    policy: `max_utilization` admits by what a request needs now and preempts the newest when the pool runs out;
+    `guaranteed_no_evict` admits by the full need (prompt + max_tokens) and never preempts.
+    max_queue_requests, max_queue_tokens: bounds of the waiting queue; None: unbounded.
+    threads: CPU threads of the executor; None: those that this process may use.
+    check_integrity: state the invariants of scheduler and pool after every step (tests, debugging).
+    """
+
+    kv_memory: int | None = None
+    kv_cache_tokens: int | None = None
+    users: int | None = None
+    context: int | None = None
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    max_seq_len: int | None = None
+    policy: str = "max_utilization"
+    max_queue_requests: int | None = 1024
+    max_queue_tokens: int | None = None
+    threads: int | None = None
+    check_integrity: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise InvalidArgument(f"policy {self.policy!r}: must be one of {', '.join(POLICIES)}")
+        if (self.users is None) != (self.context is None):
+            raise InvalidArgument("users and context size the KV pool together; give both")
+        ways = [w for w in ("kv_memory", "kv_cache_tokens", "users") if getattr(self, w) is not None]
+        if len(ways) > 1:
+            raise InvalidArgument(f"{' and '.join(ways)} both size the KV pool; give one")
+        for name in (*ways, "context", "threads", "max_batch_size", "max_num_tokens", "max_seq_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidArgument(f"{name} must be at least 1, got {value}")
+
+    def limits(self, engine: Limits) -> Limits:
+        """The limits in force. Raises InvalidArgument for one above what the engine was built with."""
+        asked = {n: getattr(self, n) for n in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+        for name, value in asked.items():
+            if value is not None and value > getattr(engine, name):
+                raise InvalidArgument(
+                    f"{name} {value}: the engine was built for at most {getattr(engine, name)}; "
+                    f"build it again with --{name.replace('_', '-')} {value}"
+                )
+        limits = replace(engine, **{n: v for n, v in asked.items() if v is not None})
+        # Every request in a step has at least one token in it, so a larger batch could not be scheduled.
+        return replace(limits, max_batch_size=min(limits.max_batch_size, limits.max_num_tokens))
+
+    def num_blocks(self, manifest: Manifest, available: Callable[[], int] | None = None) -> tuple[int, ...]:
+        """Blocks of each KV group's pool. Without a way to free what has left a window, every group needs the
+        same number.
+
+        Raises InvalidArgument, with the numbers, if that is less than one block.
+        """
+        kv, limits = manifest.kv, self.limits(manifest.limits)
+        bytes_per_block = sum(kv.block_bytes(g) for g in range(len(kv.groups)))
+        if self.kv_memory is not None:
+            blocks = self.kv_memory // bytes_per_block
+            given = f"kv_memory {self.kv_memory} bytes"
+        elif self.kv_cache_tokens is not None:
+            blocks = blocks_for(kv, self.kv_cache_tokens)
+            given = f"kv_cache_tokens {self.kv_cache_tokens}"
+        elif self.users is not None and self.context is not None:
+            if self.context > limits.max_seq_len:
+                raise InvalidArgument(
+                    f"context {self.context} is longer than max_seq_len {limits.max_seq_len}"
+                )
+            blocks = self.users * blocks_for(kv, self.context)
+            given = f"{self.users} users x {self.context} tokens"
+        else:
+            memory = int((available or available_memory)() * MEMORY_SHARE)
+            full = limits.max_batch_size * blocks_for(kv, limits.max_seq_len)
+            blocks = min(full, memory // bytes_per_block)
+            given = f"half of the available memory ({memory} bytes)"
+        if blocks < 1:
+            raise InvalidArgument(
+                f"{given} is less than one KV block ({bytes_per_block} bytes, {kv.tokens_per_block} tokens); "
+                f"one sequence of {limits.max_seq_len} tokens needs {blocks_for(kv, limits.max_seq_len)} blocks"
+            )
+        return (blocks,) * len(kv.groups)
+
+
+def blocks_for(kv: KVLayout, tokens: int) -> int:
+    """Blocks that hold so many tokens of one sequence, in one group."""
+    return -(-tokens // kv.tokens_per_block)
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping, as the kernel estimates it (MemAvailable in /proc/meminfo)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise InvalidArgument("/proc/meminfo has no MemAvailable; say how large the KV pool is with kv_memory")
