@@ -16,14 +16,14 @@ MEMORY_SHARE = 0.5
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How to run an engine. At most one of the three ways to size the KV pool is given; none means: enough for
-    `max_batch_size` sequences of `max_seq_len`, but no more than half of the machine's available memory.
+    """How to run an engine. At most one of the three ways to size the KV pool is given; none means: enough
+    for `max_batch_size` sequences of `max_seq_len`, but no more than half of the machine's available memory.
 
     kv_memory: bytes for all pools together. kv_cache_tokens: tokens that the pool holds.
     users, context: that many requests of that many tokens each, prompt and output.
     max_batch_size, max_num_tokens, max_seq_len: lower than the engine's own limits, or None for those.
-    policy: `max_utilization` admits by what a request needs now and preempts the newest when the pool runs out;
-    `guaranteed_no_evict` admits by the full need (prompt + max_tokens) and never preempts.
+    policy: `max_utilization` admits by what a request needs now and preempts the newest when the pool runs
+    out; `guaranteed_no_evict` admits by the full need (prompt + max_tokens) and never preempts.
     max_queue_requests, max_queue_tokens: bounds of the waiting queue; None: unbounded.
     threads: CPU threads of the executor; None: those that this process may use.
     check_integrity: state the invariants of scheduler and pool after every step (tests, debugging).
@@ -96,8 +96,8 @@ class EngineConfig:
             given = f"half of the available memory ({memory} bytes)"
         if blocks < 1:
             raise InvalidArgument(
-                f"{given} is less than one KV block ({bytes_per_block} bytes, {kv.tokens_per_block} tokens); "
-                f"one sequence of {limits.max_seq_len} tokens needs {blocks_for(kv, limits.max_seq_len)} blocks"
+                f"{given} is less than one KV block of {kv.tokens_per_block} tokens ({bytes_per_block} bytes); "
+                f"max_seq_len {limits.max_seq_len} takes {blocks_for(kv, limits.max_seq_len)} of them"
             )
         return (blocks,) * len(kv.groups)
 
@@ -108,7 +108,7 @@ def blocks_for(kv: KVLayout, tokens: int) -> int:
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping, as the kernel estimates it (MemAvailable in /proc/meminfo)."""
+    """Bytes that can be taken without swapping, as the kernel estimates it (/proc/meminfo)."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -18,13 +18,14 @@ from trtforge.runtime.request import GenerationRequest, RequestOutput
 
 __all__ = ["Engine", "EngineConfig", "Sink", "Stream"]
 
-#: Gets, from the engine's thread, what one step added to all requests that were submitted with it: one call per
-#: step. It must return fast. If it raises, its requests are cancelled and the others go on.
+#: Gets, from the engine's thread, what one step added to all requests that were submitted with it: one call
+#: per step. It must return fast. If it raises, its requests are cancelled and the others go on.
 Sink = Callable[[Sequence[RequestOutput]], None]
 
 
 class Stream:
-    """The outputs of one request, as they come. Iterating blocks; it ends after the output with a finish_reason.
+    """The outputs of one request, as they come. Iterating blocks and ends after the output with a
+    finish_reason.
 
     Only for requests that were submitted without a sink.
     """
@@ -59,7 +60,7 @@ class Engine:
     def open(cls, engine_dir: str | Path, config: EngineConfig | None = None) -> "Engine":
         """Read the engine directory, load the executor and allocate the KV pools; no thread runs yet.
 
-        Raises EngineFormatError for a directory that is not whole, InvalidArgument for a config that cannot be.
+        Raises EngineFormatError for a directory that is not whole, InvalidArgument for an impossible config.
         """
         raise NotImplementedError
 
@@ -70,9 +71,9 @@ class Engine:
     def submit(self, request: GenerationRequest, sink: Sink | None = None) -> Stream:
         """Queue a request; returns at once. Callable from any thread.
 
-        With a sink, outputs go to it and the returned Stream serves only to cancel. Without, they wait in the Stream.
-        Raises InvalidArgument for a request that cannot be served (and says why, with the numbers), Overloaded if
-        the queue is full, EngineFailure if the engine's thread is dead.
+        With a sink, outputs go to it and the returned Stream serves only to cancel; without, they wait in the
+        Stream. Raises InvalidArgument for a request that cannot be served (and says why, with the numbers),
+        Overloaded if the queue is full, EngineFailure if the engine's thread is dead.
         """
         raise NotImplementedError
 
@@ -82,8 +83,8 @@ class Engine:
         raise NotImplementedError
 
     def stop(self, request_id: str) -> bool:
-        """End a request with what it has, as an answer: like cancel, but finish_reason is STOP and text that was
-        held back is given out. False if no such request is in flight."""
+        """End a request with what it has, as an answer: like cancel, but finish_reason is STOP and the text
+        that was held back is given out. False if no such request is in flight."""
         raise NotImplementedError
 
     def shutdown(self, timeout: float = 30.0) -> None:

@@ -10,7 +10,7 @@ Standard library only. An engine directory holds:
     chat_template.jinja     if the model has one
     generation_config.json  in Hugging Face's terms (eos_token_id may be a list)
 
-It is written beside its final name and renamed at the end, so that an interrupted build leaves no half engine.
+It is written beside its final name and renamed at the end: an interrupted build leaves no half engine.
 """
 
 import hashlib
@@ -63,8 +63,9 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The pools: `kv_pool.{g}` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size] for each group g,
-    and `kv_scales.{g}` FP32 [num_blocks, layers, 2, kv_heads, tokens_per_block, n] for a quantized dtype."""
+    """The pools, for each group g: `kv_pool.{g}` [num_blocks, layers, 2, kv_heads, tokens_per_block,
+    head_size], and for a quantized dtype `kv_scales.{g}` FP32 [num_blocks, layers, 2, kv_heads,
+    tokens_per_block, n]."""
 
     dtype: str
     tokens_per_block: int
@@ -92,7 +93,8 @@ class Manifest:
     """What an engine is, was built from and can do."""
 
     target: str  # cpu, tensorrt, tensorrt-rtx, null
-    model: Mapping[str, Any]  # name, source, family, architecture, vocab_size, hidden_size, num_layers, num_heads, num_parameters
+    # name, source, family, architecture, vocab_size, hidden_size, num_layers, num_heads, num_parameters
+    model: Mapping[str, Any]
     recipe: str
     kv: KVLayout
     limits: Limits
@@ -123,8 +125,8 @@ class Manifest:
             raise EngineFormatError(f"{where}: not a JSON object; build the engine again")
         if raw.get("format_version") != FORMAT_VERSION:
             raise EngineFormatError(
-                f"{where}: engine format {raw.get('format_version')!r}, this trtforge reads {FORMAT_VERSION}; "
-                "build the engine again with this version"
+                f"{where}: engine format {raw.get('format_version')!r}, this trtforge reads {FORMAT_VERSION};"
+                " build the engine again with this version"
             )
         unknown = set(raw) - {f.name for f in fields(cls)}
         if unknown:
@@ -155,14 +157,18 @@ def load(engine_dir: Path, *, checksums: bool = False) -> Manifest:
     """
     path = engine_dir / MANIFEST_NAME
     if not path.is_file():
-        raise EngineFormatError(f"{engine_dir}: no {MANIFEST_NAME}: not an engine directory; make one with `trtforge build`")
+        raise EngineFormatError(
+            f"{engine_dir}: no {MANIFEST_NAME}: not an engine directory; make one with `trtforge build`"
+        )
     manifest = Manifest.from_json(path.read_text(), str(path))
     for name, entry in manifest.files.items():
         file = engine_dir / name
         if not file.is_file():
             raise EngineFormatError(f"{file}: missing; build the engine again")
         if file.stat().st_size != entry.bytes:
-            raise EngineFormatError(f"{file}: {file.stat().st_size} bytes, the manifest says {entry.bytes}; build the engine again")
+            raise EngineFormatError(
+                f"{file}: {file.stat().st_size} bytes, not the {entry.bytes} of the manifest; build it again"
+            )
         if checksums and sha256(file) != entry.sha256:
             raise EngineFormatError(f"{file}: its sha256 is not the manifest's; build the engine again")
     return manifest

@@ -1,4 +1,7 @@
-"""What the engine counts: a snapshot that Triton's metrics, `--stats` and `bench` read. Standard library only."""
+"""What the engine counts: a snapshot that Triton's metrics, `--stats` and `bench` read.
+
+Standard library only.
+"""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -12,7 +15,7 @@ SECOND_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 
 @dataclass
 class Histogram:
-    """Counts per bucket (not cumulative), one more than there are bounds, and the sum of what was observed."""
+    """Counts per bucket (not cumulative; the last has no bound) and the sum of what was observed."""
 
     bounds: Sequence[float]
     counts: list[int] = field(default_factory=list)

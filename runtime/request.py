@@ -18,10 +18,11 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen. Order: penalties, temperature, top-k, top-p, min-p (Hugging Face's).
+    """How one request's tokens are chosen, and when it ends.
 
-    The default is greedy: temperature 0. `top_k` 0, `top_p` 1 and `min_p` 0 mean off.
-    """
+    Order: penalties, temperature, top-k, top-p, min-p (Hugging Face's). The default is greedy: temperature 0.
+    `top_k` 0, `top_p` 1 and `min_p` 0 mean off. What ends a request (an end token, a stop sequence, a stop
+    string) is not part of its output; nothing ends it before `min_tokens`."""
 
     max_tokens: int = 128
     min_tokens: int = 0
@@ -35,7 +36,8 @@ class SamplingParams:
     seed: int | None = None  # None: a random one
     stop: tuple[str, ...] = ()  # matched on decoded text, excluded from the output
     stop_token_ids: tuple[int, ...] | None = None  # None: the model's own end tokens; (): none
-    ignore_eos: bool = False
+    stop_sequences: tuple[tuple[int, ...], ...] = ()  # token sequences that end the output
+    ignore_eos: bool = False  # the model's own end tokens do not end it
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # None: off; 0: of the chosen token; n: and of the n best
@@ -45,16 +47,17 @@ class SamplingParams:
 class GenerationRequest:
     """What a caller asks. Exactly one of prompt, token_ids and messages is given.
 
-    messages: chat turns [{"role", "content"}], rendered with the model's own template (which brings its own BOS).
-    deadline: seconds from submission after which the request is ended with DeadlineExceeded.
-    """
+    prompt: encoded by the tokenizer's own rule for special tokens. token_ids: taken as they are. messages:
+    chat turns [{"role", "content"}], rendered with the model's own template, which brings its own BOS.
+    priority: larger goes first, and is preempted last. deadline: seconds from submission after which the
+    request is ended with DeadlineExceeded."""
 
     id: str
     prompt: str | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     params: SamplingParams = SamplingParams()
-    priority: int = 0  # larger goes first
+    priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
 
@@ -76,6 +79,8 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
+    max_tokens: int  # params.max_tokens, cut to the room that max_seq_len leaves
+    end_ids: frozenset[int] = frozenset()  # tokens that end it
     priority: int = 0
     arrival: float = field(default_factory=time.monotonic)
     deadline: float | None = None  # on time.monotonic's clock
@@ -86,6 +91,8 @@ class Request:
     block_tables: list[list[int]] = field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_excluded: int = 0  # tokens at the end of output_ids that ended it and are not part of the answer
 
     @property
     def num_tokens(self) -> int:
@@ -126,21 +133,24 @@ class TokenLogprobs:
 class RequestOutput:
     """What one step added to one request; the concatenation over a request is its whole answer.
 
-    text: the delta, never half a character and never part of a stop string. The last output of a request has
-    `finish_reason`; if that is ERROR, `error` has the exception.
-    """
+    text: the delta, never half a character and never part of a stop string. token_ids: the tokens, without
+    those that ended it (the tokens of a stop string are in). The last output of a request has
+    `finish_reason`; if that is ERROR, `error` has the exception."""
 
     id: str
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # if asked for, one for each of token_ids
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     error: Exception | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0  # so far
-    timings: Mapping[str, int] = field(default_factory=dict)  # last output only: arrival_ns, first_scheduled_ns, first_token_ns, last_token_ns
+    num_kv_blocks: int = 0  # blocks of all KV groups that it held at this step
+    # Of the last output only, on the monotonic clock: arrival_ns, first_scheduled_ns, first_token_ns,
+    # last_token_ns.
+    timings: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:

@@ -7,12 +7,19 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trtforge.plugins.errors import EngineFailure
 from trtforge.runtime.manifest import Manifest
+
+
+class ExecutorLost(EngineFailure):
+    """The executor cannot run again: the engine ends all requests and is no longer healthy. Any other
+    exception of `run` ends the requests of that step alone."""
 
 
 @dataclass(frozen=True)
 class StepArrays:
-    """The graph's inputs for one step (see docs/graph.md): T tokens of B requests, R rows of logits, G KV groups."""
+    """The graph's inputs for one step (see docs/graph.md): T tokens of B requests, R rows of logits, G KV
+    groups."""
 
     token_ids: NDArray[np.int32]  # [T]
     positions: NDArray[np.int32]  # [T]
@@ -33,8 +40,8 @@ class Executor(Protocol):
         """Make the pools, `num_blocks[g]` blocks for group g; once, before the first run."""
 
     def run(self, arrays: StepArrays) -> NDArray[np.float32]:
-        """Compute one step: K and V of its tokens are written to their slots; logits FP32 [R, vocab] come back,
-        valid until the next run. On an exception no caller may rely on the slots of this step."""
+        """Compute one step: K and V of its tokens are written to their slots; logits FP32 [R, vocab] come
+        back, valid until the next run. On an exception no caller may rely on the slots of this step."""
 
     def close(self) -> None:
         """Free pools and engine; safe to call twice."""
