@@ -2,7 +2,7 @@
 
     python3 model_repo/preflight.py      prints the path of a suitable Python, or says what to install
 
-Standard library only, and run by whatever `python3` is, from 3.6 on: the one that runs this need not be the one
+Standard library only, and run by whatever `python3` is, from 3.6 on: what runs this need not be the one
 that is chosen. `trtforge doctor` and `trtforge serve` use the same checks.
 """
 
@@ -49,8 +49,8 @@ def interpreter() -> Finding:
     detail = f"{sys.executable} is Python {_dotted(sys.version_info[:3])}"
     mend = (
         f"trtforge needs {_dotted(OLDEST)} to {_dotted(NEWEST)}: apt-get install python3.12 python3.12-venv "
-        "libpython3.12-dev (or, where the distribution has none of these, `PYTHON_CONFIGURE_OPTS=--enable-shared "
-        "pyenv install 3.12`), then name it with PYTHON=python3.12"
+        "libpython3.12-dev (or, where the distribution has none, PYTHON_CONFIGURE_OPTS=--enable-shared "
+        "pyenv install 3.12), then name it with PYTHON=python3.12"
     )
     return Finding("interpreter", OLDEST <= version <= NEWEST, detail, mend)
 
