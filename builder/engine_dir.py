@@ -1,7 +1,8 @@
 """Writing an engine directory so that what stands at its final name is whole, or is not there.
 
-The engine is written into `.NAME.building-XXXX` beside the final name and renamed at the end. A build that was
-killed leaves only that; the next build of the same name removes it. A running build holds a lock on its own.
+The engine is written into `.NAME.building-XXXX` beside the final name and renamed at the end. A build that
+was killed leaves only that; the next build of the same name removes it. A running build holds a lock on its
+own.
 """
 
 import fcntl
@@ -48,7 +49,7 @@ def staging(output: Path) -> Iterator[Path]:
 
 
 def check_replaceable(output: Path) -> None:
-    """Raise InvalidArgument unless `output` is free: absent, an empty directory, or an engine and nothing else."""
+    """Raise InvalidArgument unless `output` is absent, an empty directory, or an engine and nothing else."""
     if not output.exists():
         return
     remedy = "choose another output, or remove it yourself"
@@ -64,9 +65,9 @@ def check_replaceable(output: Path) -> None:
     if not known:
         raise InvalidArgument(f"{output}: exists and is not an engine directory; {remedy}")
     found = {str(f.relative_to(output)) for f in output.rglob("*") if not f.is_dir()}
-    if found - known:
+    if foreign := sorted(found - known):
         raise InvalidArgument(
-            f"{output}: holds {min(found - known)!r}, which is not of the engine there and would be lost; {remedy}"
+            f"{output}: holds {foreign[0]!r}, not of the engine there, which would be lost; {remedy}"
         )
 
 

@@ -1,8 +1,8 @@
 """Targets: one file each, found by being in this folder (`tensorrt_rtx.py` is the target `tensorrt-rtx`).
 
-A target file defines `compile(graph, directory, progress)`: lower the plain ONNX graph (builder/graph.py, after the
-recipe's passes) for its executor and write the engine's files into `directory`. The executor of the same name in
-runtime/executors/ opens what it wrote.
+A target file defines `compile(graph, directory, progress)`: lower the plain ONNX graph (builder/graph.py,
+after the recipe's passes) for its executor and write the engine's files into `directory`. The executor of
+the same name in runtime/executors/ opens what it wrote.
 """
 
 import importlib

@@ -1,10 +1,10 @@
 """CPU: OpenVINO runs the graph; our ops are C++ in its extension (trtforge.plugins.cpu).
 
-The plain graph threads each pool through its KVCacheUpdates to an output. OpenVINO would copy a pool that is an op's
-output at every step, so here the ops give only the rotated q and the attention: they write in place into the pools,
-which are plain inputs, and the edge of q orders write before read. A pool is a u8 tensor with a dynamic first
-dimension, the bytes of an element folded into the last one: parameters of 16-bit types are converted whole at every
-step and writes into them are lost.
+The plain graph threads each pool through its KVCacheUpdates to an output. OpenVINO would copy a pool that
+is an op's output at every step, so here the ops give only the rotated q and the attention: they write in
+place into the pools, which are plain inputs, and the edge of q orders write before read. A pool is a u8
+tensor with a dynamic first dimension, the bytes of an element folded into the last one: parameters of
+16-bit types are converted whole at every step and writes into them are lost.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _FIRST_POOL_INPUT, _FIRST_POOL_OUTPUT = 5, 1  # of KVCacheUpdate: kv_pool, kv_sc
 
 
 def compile(graph: "ir.Model", directory: Path, progress: Progress) -> Mapping[str, str]:
-    """Write model.xml and model.bin; weights go through a file of ONNX external data, never through memory at once."""
+    """Write model.xml and model.bin. Weights go through a file of ONNX external data, tensor by tensor."""
     import onnx_ir as ir
     import openvino
 

@@ -1,4 +1,4 @@
-"""The CPU executor: OpenVINO runs the engine's graph, our ops write K and V in place into pools that this owns."""
+"""The CPU executor: OpenVINO runs the engine's graph, our ops write K and V into the pools that this owns."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ def available_cpus() -> int:
 
 
 class CpuExecutor:
-    """An `Executor` on OpenVINO. A row's logits do not depend on the other rows of the step (full precision)."""
+    """An `Executor` on OpenVINO. At full precision a row's logits do not depend on the step's other rows."""
 
     def __init__(self, engine_dir: Path, manifest: Manifest, threads: int) -> None:
         import openvino
@@ -48,7 +48,7 @@ class CpuExecutor:
         built, here = manifest.versions.get("openvino"), version("openvino")
         if built != here:
             raise EngineFormatError(
-                f"{engine_dir}: built with openvino {built}, this installation has {here}; build the engine again"
+                f"{engine_dir}: built with openvino {built}, here is {here}; build the engine again"
             )
         self.manifest = manifest
         core = openvino.Core()
@@ -74,7 +74,7 @@ class CpuExecutor:
             self._request.set_tensor(name, self._tensor(pool, shared_memory=True))
 
     def run(self, arrays: StepArrays) -> NDArray[np.float32]:
-        """One step. The logits lie in OpenVINO's memory until the next one: nothing is copied on the way out."""
+        """One step. The logits lie in OpenVINO's own memory until the next one; nothing is copied."""
         assert self._pools, "allocate first"
         self._inputs.clear()
         for name, array in named(arrays):
@@ -110,8 +110,8 @@ def properties(threads: int) -> dict[str, Any]:
 
 
 def pools(kv: KVLayout, num_blocks: Sequence[int]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """(input name, zeroed page-aligned memory): kv_pool.{g} u8 [num_blocks, layers, 2, kv_heads, tokens_per_block,
-    head_size * bytes] and, for a quantized cache, kv_scales.{g} FP32 [..., tokens_per_block, scales]."""
+    """(input name, zeroed page-aligned memory): kv_pool.{g} u8 [num_blocks, layers, 2, kv_heads,
+    tokens_per_block, head_size * bytes] and, for a quantized cache, kv_scales.{g} FP32 [..., scales]."""
     dtype = KV_DTYPES[kv.dtype]
     for g, (group, blocks) in enumerate(zip(kv.groups, num_blocks, strict=True)):
         rows = (blocks, len(group.layers), 2, group.kv_heads, kv.tokens_per_block)
@@ -133,7 +133,7 @@ def named(arrays: StepArrays) -> Iterator[tuple[str, NDArray[Any]]]:
 
 
 def _aligned(dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Zeros that start on a page. Large ones come from the kernel as pages that exist once they are touched."""
+    """Zeros that start on a page. Of large ones only the pages that are touched take memory."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.zeros(size + _PAGE, np.uint8)
     start = -memory.ctypes.data % _PAGE

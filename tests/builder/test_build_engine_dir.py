@@ -1,4 +1,4 @@
-"""What stands at an engine's final name is whole, or is not there; nothing that is not an engine is ever replaced."""
+"""What stands at an engine's final name is whole or absent; what is not an engine is never replaced."""
 
 import json
 import os
@@ -89,9 +89,9 @@ def test_file_at_the_output_is_refused(tmp_path: Path) -> None:
 
 def test_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EnvironmentProblem, match="file/engine: cannot write the engine"):
-        with staging(tmp_path / "file" / "engine"):
-            pytest.fail("the build went on")
+    refused = pytest.raises(EnvironmentProblem, match="file/engine: cannot write the engine")
+    with refused, staging(tmp_path / "file" / "engine"):
+        pytest.fail("the build went on")
 
 
 def test_disk_that_fills_up_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
