@@ -9,4 +9,5 @@ weights, Gather with i8 for a tied embedding); checked on 2026.4.1:
     w -> Transpose(perm=[1, 0]) -> MatMul(x, .);   a tied embedding: w -> Gather(axis=0), the same w for both
 
 (opset 21; 4-bit initializers packed two to a byte, low half first). [in, out] weights work too but cost transposes at load.
+Under int4 weights the output head (and a tied embedding with it) keeps eight bits per channel: it decides the token.
 """
