@@ -65,8 +65,8 @@ def find_installation() -> Installation | None:
 
 
 def environment(installation: Installation) -> dict[str, str]:
-    """The server's environment: our interpreter is the first `python3` on PATH, which decides the stub's prefix,
-    and the stub finds the shared libpython and, when the backend was copied, the wheel's own libraries."""
+    """The server's environment: our interpreter is the first `python3` on PATH, which decides the stub's
+    prefix, and the stub finds the shared libpython and, when copied, the wheel's own libraries."""
     libpython = preflight.find_libpython()
     library_path = [
         str(installation.libraries) if installation.libraries else "",
