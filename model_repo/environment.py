@@ -22,7 +22,8 @@ from trtforge.plugins.errors import EnvironmentProblem
 DEFAULT_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 NEEDED_SHM = 64 << 20  # three models' regions of 4 MB, which grow with long prompts and many streams
 
-BUILD, SERVE, CLIENT, TENSORRT = "building for the CPU", "serving", "sending requests", "TensorRT engines"
+BUILD, SERVE, CLIENT, TENSORRT = "CPU engines", "serving with Triton", "sending requests", "TensorRT engines"
+PURPOSES = (BUILD, SERVE, CLIENT, TENSORRT)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import urllib.error
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -205,7 +205,7 @@ class TritonServer:
             model = self._stubs[pid]
             if self._states().get(model) == "READY":  # else it was unloaded, and its process with it
                 raise EngineFailure(
-                    f"the process of model {model} died and Triton does not start it again ({self._cause()}); "
+                    f"the process of model {model} died, Triton does not start it again ({self._cause()}); "
                     "start the server again"
                 )
         self._stubs = alive
@@ -296,6 +296,20 @@ def cause(log: list[str]) -> str | None:
         if lines:
             return _LOCATION.sub("", lines[-1]).rstrip('"')
     return None
+
+
+@contextlib.contextmanager
+def log_writer(path: Path | None) -> Iterator[Callable[[str], None]]:
+    """Where Triton's log goes: all of it to the file, if there is one, and errors to standard error."""
+    with path.open("a", buffering=1) if path else contextlib.nullcontext() as file:
+
+        def write(line: str) -> None:
+            if file is not None:
+                file.write(line + "\n")
+            if line.startswith("E") and not _HARMLESS.search(line):
+                print(f"triton: {line}", file=sys.stderr)
+
+        yield write
 
 
 def run(server: TritonServer, echo: Callable[[str], None]) -> None:

@@ -1,0 +1,120 @@
+"""The commands that make a Triton repository, check it, serve it and talk to it."""
+
+import sys
+from pathlib import Path
+
+import click
+
+PORTS = (("http", 8000), ("grpc", 8001), ("metrics", 8002))
+
+
+def port_options(function: "click.decorators.FC") -> "click.decorators.FC":
+    for name, default in reversed(PORTS):
+        option = click.option(
+            f"--{name}-port",
+            type=click.IntRange(0, 65535),
+            default=default,
+            show_default=True,
+            help="0 takes a free one.",
+        )
+        function = option(function)
+    return click.option(
+        "--address", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0 is everywhere."
+    )(function)
+
+
+@click.command()
+@click.argument("repository", type=click.Path(path_type=Path))
+@port_options
+@click.option("--timeout", type=float, default=600, show_default=True, help="Seconds until it must be ready.")
+@click.option("--log", type=click.Path(path_type=Path), help="Write Triton's log to this file.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def serve(
+    repository: Path,
+    address: str,
+    http_port: int,
+    grpc_port: int,
+    metrics_port: int,
+    timeout: float,
+    log: Path | None,
+    arguments: tuple[str, ...],
+) -> None:
+    """Start a Triton Inference Server on a repository.
+
+    Runs until it is told to stop (Ctrl-C, SIGTERM), and ends with an error when the server or one of its models
+    dies, so that a supervisor can start it again. ARGUMENTS after `--` go to tritonserver as they are.
+    """
+    from trtforge.model_repo.serve import TritonServer, log_writer, run
+
+    with log_writer(log) as on_log:
+        server = TritonServer(
+            repository,
+            http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            address=address,
+            ready_timeout=timeout,
+            arguments=arguments,
+            on_log=on_log,
+        )
+        run(server, click.echo)
+
+
+@click.command()
+@click.option("--url", default="grpc://127.0.0.1:8001", show_default=True, help="grpc://... or http://...")
+@click.option(
+    "--model", default="ensemble", show_default=True, help="The text model's name in the repository."
+)
+@click.option("--prompt", help="The text; standard input if it is not given.")
+@click.option("--chat", is_flag=True, help="The prompt is a user's turn: apply the model's chat template.")
+@click.option("--stream/--no-stream", default=True, show_default=True, help="Print the text as it arrives.")
+@click.option("--max-tokens", type=int, default=128, show_default=True)
+@click.option("--temperature", type=float, help="Greedy if no sampling option is given.")
+@click.option("--top-k", type=int)
+@click.option("--top-p", type=float)
+@click.option("--seed", type=int)
+@click.option("--stop", multiple=True, help="A text that ends the answer; may be repeated.")
+def client(
+    url: str,
+    model: str,
+    prompt: str | None,
+    chat: bool,
+    stream: bool,
+    max_tokens: int,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int | None,
+    stop: tuple[str, ...],
+) -> None:
+    """Send a prompt to a running server."""
+    from trtforge.model_repo.client import Prompt, send
+
+    sampling = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "stop_words": stop or None,
+    }
+    options = {name: value for name, value in sampling.items() if value is not None}
+    text = sys.stdin.read() if prompt is None else prompt
+    for piece in send(url, Prompt(text, max_tokens, chat, stream, options), model):
+        click.echo(piece, nl=False)
+        sys.stdout.flush()
+    click.echo()
+
+
+@click.command()
+@port_options
+def doctor(address: str, http_port: int, grpc_port: int, metrics_port: int) -> None:
+    """Say what this machine lacks for building and serving.
+
+    Exit status 1 if something is missing that an engine for the CPU needs to be built, served and asked.
+    """
+    from trtforge.model_repo.doctor import examine
+    from trtforge.model_repo.environment import Surroundings
+
+    ports = {"http": http_port, "grpc": grpc_port, "metrics": metrics_port}
+    if not examine(Surroundings(address, ports), click.echo):
+        sys.exit(1)
