@@ -1,4 +1,4 @@
-"""How far an engine's logits lie from the reference's: perplexity, KL divergence, agreement of the best token.
+"""How far an engine's logits lie from the reference's: perplexity, KL divergence, agreement.
 
 Fed a few rows at a time, so that memory stays at a few rows of the vocabulary.
 """
@@ -24,9 +24,10 @@ class Limits:
 class Comparison:
     """An engine against the reference over the same tokens; each position predicts the next token.
 
-    mean_kl, max_kl: KL(reference || engine) in nats. top1_agreement: share of positions with the same best token.
-    greedy_agreement: of an engine's greedy continuation, the share before the reference would have chosen another
-    token; None if none was generated. first_divergent_layer: None where layers were not compared or all agree.
+    mean_kl, max_kl: KL(reference || engine) in nats. top1_agreement: share of positions with the same best
+    token. greedy_agreement: of an engine's greedy continuation, the share before the reference would have
+    chosen another token; None if none was generated. first_divergent_layer: None where layers were not
+    compared or all agree.
     """
 
     tokens: int
@@ -77,7 +78,9 @@ class Comparer:
         self._agreed += int((logits.argmax(axis=-1) == reference.argmax(axis=-1)).sum())
         self._rows += len(rows)
 
-    def result(self, greedy_agreement: float | None = None, first_divergent_layer: int | None = None) -> Comparison:
+    def result(
+        self, greedy_agreement: float | None = None, first_divergent_layer: int | None = None
+    ) -> Comparison:
         assert self._rows, "nothing was compared"
         return Comparison(
             tokens=self._rows,

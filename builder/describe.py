@@ -14,9 +14,19 @@ from trtforge.runtime import manifest as manifest_format
 
 Description = Mapping[str, Any]
 
+#: Of a checkpoint's config, what is shown.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
 
 def describe(path: str) -> Description:
-    """`kind` (engine, checkpoint, repository) and what matters of it; the keys are the same for all of one kind.
+    """`kind` (engine, checkpoint, repository) and what matters of it; keys are the same for all of one kind.
 
     Raises InvalidArgument if it is none of them, and what the readers raise if it is damaged.
     """
@@ -56,7 +66,8 @@ def describe_repository(directory: Path) -> Description:
     for config in sorted(directory.glob("*/config.pbtxt")):
         model = config.parent
         versions = sorted(int(v.name) for v in model.iterdir() if v.is_dir() and v.name.isdecimal())
-        engines = sorted(str(m.parent.relative_to(directory)) for m in model.glob(f"*/*/{manifest_format.MANIFEST_NAME}"))
+        manifests = model.glob(f"*/*/{manifest_format.MANIFEST_NAME}")
+        engines = sorted(str(manifest.parent.relative_to(directory)) for manifest in manifests)
         models.append({"name": model.name, "versions": versions, "engines": engines})
     return {"kind": "repository", "path": str(directory), "models": models}
 
@@ -73,7 +84,6 @@ def describe_checkpoint(path: str) -> Description:
             family, unsupported = family_of(architecture).name, None
         except UnsupportedModel as e:
             family, unsupported = None, str(e)
-        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
         tensors = checkpoint.tensors.values()
         return {
             "kind": "checkpoint",
@@ -82,7 +92,7 @@ def describe_checkpoint(path: str) -> Description:
             "architecture": architecture,
             "family": family,
             "unsupported": unsupported,
-            **{size: config.get(size) for size in (*sizes, "max_position_embeddings")},
+            **{size: config.get(size) for size in SIZES},
             "parameters": sum(elements(t.shape) for t in tensors),
             "dtypes": dict(Counter(t.dtype for t in tensors).most_common()),
             "tensors": [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype} for t in tensors],
