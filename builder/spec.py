@@ -6,7 +6,7 @@ After this no code knows a Hugging Face or GGUF name.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trtforge.runtime.manifest import KVGroup, Limits, Rope
+from trtforge.runtime.manifest import KVGroup, KVLayout, Limits, Rope
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer. Biases and tying are decided from the tensors, not from the family's name."""
+    """A decoder-only transformer. Biases and tying are decided from the tensors, not from the family's
+    name."""
 
     family: str
     architecture: str
-    name: str
     vocab_size: int
     hidden_size: int
     num_heads: int
@@ -36,6 +36,7 @@ class ModelSpec:
     activation: str  # silu, gelu_tanh
     attention_scale: float
     max_position_embeddings: int
+    name: str = ""  # of the checkpoint, for people
     tied_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -58,8 +59,55 @@ class ModelSpec:
         for i, layer in enumerate(self.layers):
             by_window.setdefault(layer.window, []).append(i)
         return tuple(
-            KVGroup(tuple(layers), self.num_kv_heads, self.head_size, window) for window, layers in by_window.items()
+            KVGroup(tuple(layers), self.num_kv_heads, self.head_size, window)
+            for window, layers in by_window.items()
         )
+
+    def kv_layout(self, dtype: str, tokens_per_block: int) -> KVLayout:
+        """The pools of an engine with this cache dtype (a name of `KV_DTYPES`) and block size."""
+        return KVLayout(dtype, tokens_per_block, self.kv_groups)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every weight of the graph by its canonical name; linears are [out, in]."""
+        shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (self.vocab_size, self.hidden_size)}
+        for i in range(self.num_layers):
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in self._layer_shapes().items()}
+        shapes["norm.weight"] = (self.hidden_size,)
+        if not self.tied_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        return shapes
+
+    def num_parameters(self) -> int:
+        total = 0
+        for shape in self.weight_shapes().values():
+            total += shape[0] * (shape[1] if len(shape) > 1 else 1)
+        return total
+
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q, kv = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        linears = {
+            "attention.q": (q, hidden, self.qkv_bias),
+            "attention.k": (kv, hidden, self.qkv_bias),
+            "attention.v": (kv, hidden, self.qkv_bias),
+            "attention.o": (hidden, q, self.output_bias),
+            "mlp.gate": (inner, hidden, self.mlp_bias),
+            "mlp.up": (inner, hidden, self.mlp_bias),
+            "mlp.down": (hidden, inner, self.mlp_bias),
+        }
+        shapes: dict[str, tuple[int, ...]] = {
+            "attention.norm.weight": (hidden,),
+            "mlp.norm.weight": (hidden,),
+        }
+        for name, (rows, columns, bias) in linears.items():
+            shapes[f"{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{name}.bias"] = (rows,)
+        if self.qk_norm:
+            shapes |= {f"attention.{n}_norm.weight": (self.head_size,) for n in "qk"}
+        if self.sandwich_norms:
+            shapes |= {f"{block}.post_norm.weight": (hidden,) for block in ("attention", "mlp")}
+        return shapes
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Tiny random checkpoints of every family and variation, saved by transformers: what the tests build and compare with.
+"""Tiny random checkpoints of every family and variation, saved by transformers, for the tests to build.
 
-`save("llama", directory)` writes weights, config and a byte-level tokenizer, the same on every run. Weights are
-drawn so that attention is sharp, logits spread over several units, and norms and biases differ from their
+`save("llama", directory)` writes weights, config and a byte-level tokenizer, the same on every run. Weights
+are drawn so that attention is sharp, logits spread over several units, and norms and biases differ from their
 neutral values: a wrong detail moves the logits by far more than the tolerance.
 
 torch and transformers are imported inside the functions only.
@@ -157,7 +157,7 @@ def save(name: str, directory: Path, *, seed: int = 0, **config: Any) -> Path:
 
 
 def _randomize(model: Any) -> None:
-    """Weights that show mistakes: matrices of gain 1.5, embeddings of 0.3, norms and biases off their neutral values."""
+    """Weights that show mistakes: sharp matrices, norms and biases off their neutral values."""
     import torch
 
     with torch.no_grad():
