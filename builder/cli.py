@@ -5,9 +5,12 @@ This is the one place where a ForgeError becomes a line and an exit code.
 """
 
 import importlib
+import json
 import select
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,10 @@ import click
 
 from trtforge.builder.spec import BuildConfig
 from trtforge.plugins.errors import ForgeError
-from trtforge.plugins.kv_dtypes import KV_DTYPES
+from trtforge.plugins.kv_dtypes import AUTO_KV_DTYPE, KV_DTYPES
+from trtforge.runtime.manifest import Limits
 
-#: Command -> module that has it under that name, and its line in `trtforge --help`: the list that needs no import.
+#: Command -> module that has it under that name, and its line in `trtforge --help`, which so needs no import.
 #: A test holds each line equal to the first line of the command's own help.
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("trtforge.builder.cli", "Say what a model will need before anything is built."),
@@ -104,7 +108,12 @@ def debug_option() -> click.Option:
             ctx.meta[DEBUG] = True
 
     return click.Option(
-        ["--debug"], is_flag=True, expose_value=False, callback=remember, is_eager=True, help="Show tracebacks."
+        ["--debug"],
+        is_flag=True,
+        expose_value=False,
+        callback=remember,
+        is_eager=True,
+        help="Show tracebacks.",
     )
 
 
@@ -121,3 +130,143 @@ def debug_option() -> click.Option:
 @click.version_option(package_name="trtforge", message="trtforge %(version)s")
 def main() -> None:
     """From an LLM checkpoint to an inference engine to a Triton Inference Server model repository."""
+
+
+# What a build may be asked, as options of `build` and `plan`; the defaults are the dataclasses'.
+_DEFAULT = BuildConfig()
+BUILD_OPTIONS = (
+    click.option("--target", default=_DEFAULT.target, show_default=True, help="What will run the engine."),
+    click.option(
+        "--recipe", default=_DEFAULT.recipe, show_default=True, help="Quantization: name or .toml file."
+    ),
+    click.option(
+        "--kv-cache-dtype",
+        type=click.Choice(["auto", *KV_DTYPES]),
+        default=_DEFAULT.kv_cache_dtype,
+        show_default=True,
+        help="How K and V lie in the cache; auto is " + AUTO_KV_DTYPE + ".",
+    ),
+    click.option(
+        "--max-batch-size",
+        type=int,
+        default=_DEFAULT.limits.max_batch_size,
+        show_default=True,
+        help="Requests in one step.",
+    ),
+    click.option(
+        "--max-num-tokens",
+        type=int,
+        default=_DEFAULT.limits.max_num_tokens,
+        show_default=True,
+        help="Tokens in one step, all requests together.",
+    ),
+    click.option(
+        "--max-seq-len",
+        type=int,
+        default=_DEFAULT.limits.max_seq_len,
+        show_default=True,
+        help="Tokens of one request, prompt and output; 0: the model's own maximum.",
+    ),
+    click.option(
+        "--tokens-per-block",
+        type=int,
+        default=_DEFAULT.tokens_per_block,
+        show_default=True,
+        help="Tokens in a block of the cache.",
+    ),
+)
+JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def build_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(BUILD_OPTIONS):
+        command = option(command)
+    return command
+
+
+def build_config(max_batch_size: int, max_num_tokens: int, max_seq_len: int, **options: Any) -> BuildConfig:
+    return BuildConfig(limits=Limits(max_batch_size, max_num_tokens, max_seq_len), **options)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None] | None]:
+    """Gives a function (what, done, total) that keeps a line on the terminal, or None where there is none."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+
+    def report(what: str, done: int, total: int) -> None:
+        share = f"{100 * done // total:3}%" if total else ""
+        click.echo(f"\r\033[K{what} {share}", err=True, nl=False)
+
+    try:
+        yield report
+    finally:
+        click.echo("\r\033[K", err=True, nl=False)
+
+
+@click.command()
+@click.argument("model")
+@click.option("-o", "--output", "--output-dir", "output", required=True, type=click.Path(path_type=Path))
+@build_options
+def build(model: str, output: Path, **options: Any) -> None:
+    """Build an engine directory from a checkpoint.
+
+    MODEL is a Hugging Face directory, a .gguf file or a hub id.
+    """
+    from trtforge.builder.build import build as build_engine
+    from trtforge.builder.units import format_bytes
+
+    with progress() as report:
+        manifest = build_engine(model, output, build_config(**options), report)
+    size = sum(entry.bytes for entry in manifest.files.values())
+    click.echo(
+        f"{output}: {manifest.model['name']} for {manifest.target}, {manifest.recipe}, {format_bytes(size)}; "
+        f"KV cache {manifest.kv.dtype}, {manifest.kv.bytes_per_token} bytes per token"
+    )
+    click.echo(f"next: trtforge generate {output} --prompt TEXT, or trtforge package {output} -o REPO")
+
+
+@click.command()
+@click.argument("model")
+@build_options
+@click.option("--gpu", help="Plan for this GPU; without it, for this machine's CPU.")
+@click.option("--memory", help="For weights and cache, like 8GiB; by default what the device has.")
+@JSON_OPTION
+def plan(model: str, gpu: str | None, memory: str | None, as_json: bool, **options: Any) -> None:
+    """Say what a model will need before anything is built.
+
+    Reads the config and the tensors' headers of MODEL, no weights. Exits with 1 if it is impossible.
+    """
+    from dataclasses import replace
+
+    from trtforge.builder import devices
+    from trtforge.builder import plan as planning
+    from trtforge.builder.checkpoint import open_checkpoint
+    from trtforge.builder.translate import translate
+    from trtforge.builder.units import parse_bytes
+
+    config = build_config(**options)
+    checkpoint = open_checkpoint(model)
+    try:
+        spec = translate(checkpoint, config.limits.max_seq_len).spec
+    finally:
+        checkpoint.close()
+    device = devices.gpu(gpu) if gpu else devices.this_machine()
+    if memory:
+        device = replace(device, memory=parse_bytes(memory))
+    answer = planning.plan(spec, config, device)
+    click.echo(json.dumps(answer.to_json()) if as_json else planning.as_text(answer))
+    if answer.impossible:
+        click.get_current_context().exit(1)
+
+
+@click.command()
+@click.argument("path")
+@JSON_OPTION
+def inspect(path: str, as_json: bool) -> None:
+    """Say what a path is: checkpoint, engine or Triton repository."""
+    from trtforge.builder.describe import as_text, describe
+
+    description = describe(path)
+    click.echo(json.dumps(description) if as_json else as_text(description))
