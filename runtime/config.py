@@ -96,7 +96,7 @@ class EngineConfig:
             given = f"half of the available memory ({memory} bytes)"
         if blocks < 1:
             raise InvalidArgument(
-                f"{given} is less than one KV block of {kv.tokens_per_block} tokens ({bytes_per_block} bytes); "
+                f"{given} is less than a KV block of {kv.tokens_per_block} tokens ({bytes_per_block} bytes); "
                 f"max_seq_len {limits.max_seq_len} takes {blocks_for(kv, limits.max_seq_len)} of them"
             )
         return (blocks,) * len(kv.groups)

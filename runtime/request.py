@@ -68,12 +68,29 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log probabilities at one output position, of the distribution before temperature and cuts."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a sampler chose for one row of logits; with `error` set, nothing, and the request has failed."""
+
+    token_id: int = -1
+    logprobs: TokenLogprobs | None = None
+    error: Exception | None = None
+
+
 @dataclass(eq=False)
 class Request:
     """A request in flight: it has computed some of its tokens, a step computes some more.
 
-    `num_computed` tokens have their K and V in the blocks of `block_tables` (one table per KV group).
-    """
+    `num_computed` tokens have their K and V in the blocks of `block_tables` (one table per KV group). The
+    token that was sampled last is always still to be computed."""
 
     id: str
     prompt_ids: list[int]
@@ -85,18 +102,36 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
     deadline: float | None = None  # on time.monotonic's clock
     cache_salt: str = ""
+    order: int = 0  # of arrival; the scheduler counts
     output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # if asked for, one for each of output_ids
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache
+    num_preemptions: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_excluded: int = 0  # tokens at the end of output_ids that ended it and are not part of the answer
+    error: Exception | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def seniority(self) -> tuple[int, int]:
+        """Smaller goes first and is preempted last."""
+        return (-self.priority, self.order)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt and output together."""
+        prompt = len(self.prompt_ids)
+        if start >= prompt:
+            return self.output_ids[start - prompt : stop - prompt]
+        if stop <= prompt:
+            return self.prompt_ids[start:stop]
+        return self.prompt_ids[start:] + self.output_ids[: stop - prompt]
 
 
 @dataclass(frozen=True)
@@ -119,14 +154,6 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return sum(r.count for r in self.rows)
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log probabilities at one output position, of the distribution before temperature and cuts."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
