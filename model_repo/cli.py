@@ -41,8 +41,8 @@ def serve(
 ) -> None:
     """Start a Triton Inference Server on a repository.
 
-    Runs until it is told to stop (Ctrl-C, SIGTERM), and ends with an error when the server or one of its models
-    dies, so that a supervisor can start it again. ARGUMENTS after `--` go to tritonserver as they are.
+    Runs until it is told to stop (Ctrl-C, SIGTERM), and ends with an error when the server or one of its
+    models dies, so that a supervisor can start it again. ARGUMENTS after `--` go to tritonserver as they are.
     """
     from trtforge.model_repo.serve import TritonServer, log_writer, run
 
