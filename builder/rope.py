@@ -125,11 +125,11 @@ def _yarn(p: Parameters, dim: int, max_seq_len: int) -> tuple[Float32, float]:
     if low == high:
         high += 0.001
     ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
-    original = np.float32(1.0) - np.clip(ramp, np.float32(0), np.float32(1))
+    original: Float32 = 1 - np.clip(ramp, 0, 1).astype(np.float32)  # the share of the original frequency
     powers = _powers(base, dim)
     interpolated = np.float32(1.0) / (np.float32(factor) * powers)
     extrapolated = np.float32(1.0) / powers
-    inv_freq: Float32 = interpolated * (np.float32(1.0) - original) + extrapolated * original
+    inv_freq: Float32 = interpolated * (1 - original) + extrapolated * original
     return inv_freq, _yarn_attention_factor(p, factor)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trtforge.builder.checkpoint.base import Checkpoint, Coverage, TensorInfo
+from trtforge.builder.checkpoint.base import Checkpoint, Coverage, TensorInfo, cover
 from trtforge.builder.families import Family, family_of
 from trtforge.builder.spec import ModelSpec
 from trtforge.plugins.errors import CheckpointError, UnsupportedModel
@@ -55,11 +55,11 @@ def translate(checkpoint: Checkpoint, max_seq_len: int) -> Translation:
     spec = family.spec(checkpoint.config, tensors, max_seq_len)
     spec, warnings = _told_by_tensors(replace(spec, name=_name(checkpoint.path)), family, tensors, prefix)
     sources = _sources(spec, family, prefix, tensors)
-    used = frozenset(s.tensor for s in sources.values())
-    unused = tuple(sorted(set(tensors) - used))
-    _check_shapes(spec, sources, tensors)
-    _check_siblings(used, unused)
-    return Translation(spec, sources, Coverage(used, unused), warnings)
+    wanted = _wanted(spec, sources)
+    _check_shapes(spec, wanted, tensors)
+    coverage = cover(checkpoint, wanted)
+    _check_siblings(coverage)
+    return Translation(spec, sources, coverage, warnings)
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -80,9 +80,14 @@ def _told_by_tensors(
     spec: ModelSpec, family: Family, tensors: Mapping[str, TensorInfo], prefix: str
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """The spec with vocabulary, tying and biases as the tensors have them, and what people should know."""
-    embedding = _tensor(f"{prefix}embed_tokens.weight", tensors)
+    embedding = tensors.get(f"{prefix}embed_tokens.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(
+            f"tensor '{prefix}embed_tokens.weight' is {'missing' if embedding is None else 'not a matrix'}; "
+            f"the architecture {spec.architecture} has its embedding there"
+        )
     warnings = []
-    vocab_size = embedding.shape[0] if embedding.shape else 0
+    vocab_size = embedding.shape[0]
     if vocab_size != spec.vocab_size:
         warnings.append(
             f"config.json: vocab_size is {spec.vocab_size}, but {embedding.name} has {vocab_size} rows; "
@@ -157,34 +162,32 @@ def _sources(
     return sources
 
 
-def _tensor(name: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo:
-    if name not in tensors:
-        raise CheckpointError(f"tensor {name!r} is missing from the checkpoint")
-    return tensors[name]
-
-
-def _check_shapes(spec: ModelSpec, sources: Mapping[str, Source], tensors: Mapping[str, TensorInfo]) -> None:
-    """Every tensor in use is there and has exactly the shape that its weights need."""
-    want: dict[str, tuple[int, ...]] = {}
+def _wanted(spec: ModelSpec, sources: Mapping[str, Source]) -> dict[str, tuple[int, ...]]:
+    """The shape that each tensor in use must have: the weight's, or that of all that are stacked in it."""
+    wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in spec.weight_shapes().items():
         source = sources[name]
         rows = source.rows[1] if source.rows else shape[0]
-        want[source.tensor] = (max(rows, want.get(source.tensor, (0,))[0]), *shape[1:])
-    for tensor, shape in want.items():
-        info = _tensor(tensor, tensors)
-        if tuple(info.shape) != shape:
+        wanted[source.tensor] = (max(rows, wanted.get(source.tensor, (0,))[0]), *shape[1:])
+    return wanted
+
+
+def _check_shapes(
+    spec: ModelSpec, wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, TensorInfo]
+) -> None:
+    for tensor, shape in wanted.items():
+        if tensor in tensors and tuple(tensors[tensor].shape) != shape:
             raise CheckpointError(
-                f"tensor {tensor!r} has shape {list(info.shape)}, but config.json wants {list(shape)} (hidden_size "
-                f"{spec.hidden_size}, num_attention_heads {spec.num_heads}, num_key_value_heads "
+                f"tensor {tensor!r} has shape {list(tensors[tensor].shape)}, but config.json wants {list(shape)} "
+                f"(hidden_size {spec.hidden_size}, num_attention_heads {spec.num_heads}, num_key_value_heads "
                 f"{spec.num_kv_heads}, head_dim {spec.head_size}, intermediate_size {spec.intermediate_size})"
             )
 
 
-def _check_siblings(used: frozenset[str], unused: tuple[str, ...]) -> None:
-    """A tensor beside one in use, in the same module, changes what the module does: not to be left out in
-    silence."""
-    modules = {name.rpartition(".")[0] for name in used}
-    for name in unused:
+def _check_siblings(coverage: Coverage) -> None:
+    """A tensor beside one in use, in the same module, changes what the module does: no leaving it out."""
+    modules = {name.rpartition(".")[0] for name in coverage.used}
+    for name in coverage.unused:
         if name.rpartition(".")[0] in modules:
             raise UnsupportedModel(
                 f"tensor {name!r} is not understood; its module is in use, so leaving it out is no option"
