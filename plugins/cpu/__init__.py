@@ -1,0 +1,54 @@
+"""The CPU kernels of our ops, as one OpenVINO extension library.
+
+On the CPU target a pool is a u8 input [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size * bytes] that
+the ops write in place, with FP32 scales beside it for quantized types; KVCacheUpdate gives q_rotated only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtforge.plugins import DOMAIN, OPS, OpDef
+from trtforge.plugins.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    import openvino as ov
+
+LIBRARY_NAME = "libtrtforge_cpu.so"
+
+
+def library_path() -> Path:
+    """The extension library that the installation compiled; raises EnvironmentProblem if there is none."""
+    path = Path(__file__).with_name(LIBRARY_NAME)
+    if not path.is_file():
+        raise EnvironmentProblem(
+            f"{path}: the CPU kernels are not compiled; install a C++17 compiler (g++) and install trtforge again"
+        )
+    return path
+
+
+def register(core: ov.Core) -> None:
+    """Make `core` know our ops: in ONNX files (with or without function bodies) and in OpenVINO's own IR."""
+    from openvino.frontend.onnx import ConversionExtension
+
+    path = str(library_path())
+    core.add_extension(path)
+    for op in OPS.values():
+        core.add_extension(ConversionExtension(op.name, DOMAIN, _converter(op, path)))
+
+
+def _converter(op: OpDef, library: str) -> Callable[[Any], Any]:
+    """Turns an ONNX node of a lowered graph, whose pool outputs are gone, into the extension's op."""
+    from openvino.utils.node_factory import NodeFactory
+
+    factory = NodeFactory()
+    factory.add_extension(library)
+
+    def convert(node: Any) -> Any:
+        inputs = [node.get_input(i) for i in range(node.get_input_size())]
+        attributes = {a.name: node.get_attribute(a.name, a.default) for a in op.attributes}
+        return factory.create(op.name, inputs, op.complete(attributes)).outputs()
+
+    return convert

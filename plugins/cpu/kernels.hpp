@@ -1,0 +1,105 @@
+// The CPU kernels of our ops: plain pointers in, no OpenVINO, no threads of their own.
+//
+// A host gives the tensors of a node and a way to run items in parallel. What a row's result is never depends on
+// how the items are spread, nor on the other rows of the step.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+// In files that are compiled per instruction set nothing may be left to the linker's choice (vec.hpp).
+#define TRTFORGE_INLINE inline __attribute__((always_inline))
+
+namespace trtforge {
+
+enum class KVDtype { fp32, fp16, bf16, int8, fp8 };
+
+// Bytes of one element in the pool.
+TRTFORGE_INLINE int64_t kv_bytes(KVDtype dtype) {
+    return dtype == KVDtype::fp32 ? 4 : dtype == KVDtype::fp16 || dtype == KVDtype::bf16 ? 2 : 1;
+}
+
+TRTFORGE_INLINE bool kv_has_scales(KVDtype dtype) { return dtype == KVDtype::int8 || dtype == KVDtype::fp8; }
+
+// A paged cache: [num_blocks, layers, 2, kv_heads, tokens_per_block] rows of head_size elements, and as many
+// scales if the type is quantized. K is index 0 of the third axis, V is 1.
+struct Pool {
+    uint8_t* rows = nullptr;
+    float* scales = nullptr;
+    KVDtype dtype = KVDtype::fp32;
+    int64_t num_blocks = 0, layers = 0, kv_heads = 0, tokens_per_block = 0, head_size = 0;
+
+    // Index of the row of (block, layer, K or V, head, 0); the block's other tokens follow.
+    TRTFORGE_INLINE int64_t row(int64_t block, int64_t layer, int64_t kv, int64_t head) const {
+        return (((block * layers + layer) * 2 + kv) * kv_heads + head) * tokens_per_block;
+    }
+    TRTFORGE_INLINE int64_t row_bytes() const { return head_size * kv_bytes(dtype); }
+};
+
+struct CacheUpdate {
+    Pool pool;
+    int64_t layer, num_tokens, num_heads, rotary;  // rotary: elements of cos_sin's rows
+    const float *q, *k, *v, *cos_sin;              // [T, num_heads * D], [T, kv_heads * D] twice, [T, rotary]
+    const int64_t* slots;                          // [T], all within the pool
+    float* q_rotated;                              // [T, num_heads * D]
+};
+
+struct Attention {
+    Pool pool;
+    int64_t layer, num_tokens, num_heads, num_sequences, max_blocks;
+    float scale, softcap;  // softcap: 0 for none
+    int64_t window;        // 0 for none
+    const float* q;        // [T, num_heads * D]
+    const int32_t *positions, *query_start, *kv_lengths, *block_tables;  // [T], [B + 1], [B], [B, max_blocks]
+    float* out;                                                           // [T, num_heads * D]
+};
+
+// Runs item(0) .. item(count - 1), in any order, on any threads, and returns when all are done.
+using Parallel = std::function<void(int64_t count, const std::function<void(int64_t)>& item)>;
+
+void kv_cache_update(const CacheUpdate&, const Parallel&);
+void paged_attention(const Attention&, const Parallel&);
+
+// What is wrong with the indices in a node's inputs, or nullptr; nothing may be run if there is something.
+const char* find_fault(const CacheUpdate&);
+const char* find_fault(const Attention&);
+
+// --- one instruction set's kernels -------------------------------------------------------------------------------
+
+// Rows of one sequence, one KV head and a range of key positions.
+struct AttentionTile {
+    int64_t first_row, num_rows, sequence, kv_head;
+    int64_t begin, end;
+};
+
+// A sequence is split at multiples of this, absolute positions, so that a row's sums are always taken in the same
+// order, whoever computes the parts.
+constexpr int64_t kPartition = 512;
+// Keys whose scores are taken together; divides kPartition.
+constexpr int64_t kChunk = 32;
+
+TRTFORGE_INLINE int64_t padded(int64_t head_size) { return (head_size + 7) / 8 * 8; }
+
+// Floats of one query's partial result: the running sum over V [padded], the largest score, the sum of weights.
+TRTFORGE_INLINE int64_t partial_floats(int64_t head_size) { return padded(head_size) + 8; }
+
+struct Kernels {
+    const char* isa;
+    void (*update_token)(const CacheUpdate&, int64_t token, float* scratch);
+    size_t (*update_scratch)(const CacheUpdate&);
+    // partials: [num_rows * group, partial_floats]
+    void (*attend)(const Attention&, const AttentionTile&, float* scratch, float* partials);
+    size_t (*attend_scratch)(const Attention&, int64_t num_rows);
+    // partial = partial and `next` together; a query's partials are always folded from the left
+    void (*fold)(const float* next, int64_t head_size, float* partial);
+    // out [head_size] = the attention of a query whose partials are folded into one
+    void (*finish)(const float* partial, int64_t head_size, float* out);
+};
+
+// The fastest set that this CPU has, or the one that was forced.
+const Kernels& kernels();
+// Forces an instruction set by name ("generic", "avx2"), or the best one by ""; false if this CPU lacks it.
+bool force_isa(const char* name);
+
+}  // namespace trtforge

@@ -1,0 +1,254 @@
+// Our ops as OpenVINO operations: checks of types and shapes, and evaluate() over the kernels.
+//
+// The pool is an input of u8 elements that the ops write in place; it is never an output, which OpenVINO would copy.
+// q_rotated is what orders the write before the read. Attribute names are those of plugins/*.py (a test compares).
+#include <tbb/parallel_for.h>
+#include <tbb/task_arena.h>
+
+#include <atomic>
+#include <openvino/core/extension.hpp>
+#include <openvino/core/op_extension.hpp>
+#include <openvino/op/op.hpp>
+
+#include "kernels.hpp"
+
+namespace trtforge {
+namespace {
+
+// Items are claimed one by one, so that a thread that wakes late, or shares its core, delays nobody. Runs in the
+// arena of the caller, OpenVINO's own, and so with its number of threads.
+void run_parallel(int64_t count, const std::function<void(int64_t)>& item) {
+    const int64_t workers = std::min<int64_t>(count, tbb::this_task_arena::max_concurrency());
+    std::atomic<int64_t> next{0};
+    tbb::parallel_for(
+        int64_t{0}, workers,
+        [&](int64_t) {
+            for (int64_t i = next++; i < count; i = next++) item(i);
+        },
+        tbb::simple_partitioner());
+}
+
+KVDtype parse_kv_dtype(const ov::Node* node, const std::string& name) {
+    const std::pair<const char*, KVDtype> known[] = {{"fp32", KVDtype::fp32},
+                                                     {"fp16", KVDtype::fp16},
+                                                     {"bf16", KVDtype::bf16},
+                                                     {"int8", KVDtype::int8},
+                                                     {"fp8", KVDtype::fp8}};
+    for (const auto& [text, dtype] : known)
+        if (name == text) return dtype;
+    NODE_VALIDATION_CHECK(node, false, "unknown kv_dtype '", name, "'");
+    return KVDtype::fp32;
+}
+
+// What both ops have in common: the pool and the shape of the heads.
+class PagedOp : public ov::op::Op {
+public:
+    using Op::Op;
+
+protected:
+    int64_t layer_ = 0, num_heads_ = 0, num_kv_heads_ = 0, head_size_ = 0;
+    std::string kv_dtype_ = "fp32";
+
+    void visit_common(ov::AttributeVisitor& visitor) {
+        visitor.on_attribute("layer", layer_);
+        visitor.on_attribute("num_heads", num_heads_);
+        visitor.on_attribute("num_kv_heads", num_kv_heads_);
+        visitor.on_attribute("head_size", head_size_);
+    }
+
+    KVDtype dtype() const { return parse_kv_dtype(this, kv_dtype_); }
+    size_t num_scales() const { return kv_has_scales(dtype()) ? 1 : 0; }
+
+    void check_attributes() const {
+        NODE_VALIDATION_CHECK(this, layer_ >= 0 && head_size_ > 0 && num_kv_heads_ > 0, "layer=", layer_,
+                              ", head_size=", head_size_, ", num_kv_heads=", num_kv_heads_);
+        NODE_VALIDATION_CHECK(this, num_heads_ > 0 && num_heads_ % num_kv_heads_ == 0, "num_kv_heads=", num_kv_heads_,
+                              " does not divide num_heads=", num_heads_);
+    }
+
+    void check_input(size_t i, const char* name, std::initializer_list<ov::element::Type> types,
+                     const ov::PartialShape& shape) const {
+        const ov::element::Type type = get_input_element_type(i);
+        NODE_VALIDATION_CHECK(this, type.is_dynamic() || std::find(types.begin(), types.end(), type) != types.end(), name,
+                              " has type ", type, ", want ", *types.begin());
+        NODE_VALIDATION_CHECK(this, get_input_partial_shape(i).compatible(shape), name, " has shape ",
+                              get_input_partial_shape(i), ", want ", shape);
+    }
+
+    void check_pool(size_t i) const {
+        const auto any = ov::Dimension::dynamic();
+        check_input(i, "kv_pool", {ov::element::u8},
+                    {any, any, 2, num_kv_heads_, any, head_size_ * kv_bytes(dtype())});
+        if (num_scales()) check_input(i + 1, "kv_scales", {ov::element::f32}, {any, any, 2, num_kv_heads_, any, 1});
+    }
+
+    // The tensors' memory is written through: it is the caller's own (bound with shared_memory=True).
+    Pool pool(const ov::TensorVector& in, size_t i) const {
+        const ov::Shape shape = in[i].get_shape();
+        Pool p;
+        p.rows = static_cast<uint8_t*>(const_cast<void*>(static_cast<const void*>(in[i].data())));
+        p.dtype = dtype();
+        p.num_blocks = shape[0];
+        p.layers = shape[1];
+        p.kv_heads = shape[3];
+        p.tokens_per_block = shape[4];
+        p.head_size = head_size_;
+        if (num_scales()) {
+            p.scales = const_cast<float*>(in[i + 1].data<const float>());
+            OPENVINO_ASSERT(in[i + 1].get_size() * head_size_ == in[i].get_size(), get_type_info().name,
+                            ": kv_scales does not fit kv_pool");
+        }
+        return p;
+    }
+};
+
+}  // namespace
+
+class KVCacheUpdate : public PagedOp {
+public:
+    OPENVINO_OP("KVCacheUpdate", "trtforge", PagedOp);
+    KVCacheUpdate() = default;
+    explicit KVCacheUpdate(const ov::OutputVector& inputs) : PagedOp(inputs) {}
+
+    bool visit_attributes(ov::AttributeVisitor& visitor) override {
+        visit_common(visitor);
+        visitor.on_attribute("kv_dtype", kv_dtype_);
+        return true;
+    }
+
+    void validate_and_infer_types() override {
+        check_attributes();
+        NODE_VALIDATION_CHECK(this, get_input_size() == 6 + num_scales(), "has ", get_input_size(), " inputs, want ",
+                              6 + num_scales(), " for kv_dtype ", kv_dtype_);
+        const auto any = ov::Dimension::dynamic();
+        check_input(0, "q", {ov::element::f32}, {any, num_heads_ * head_size_});
+        check_input(1, "k", {ov::element::f32}, {any, num_kv_heads_ * head_size_});
+        check_input(2, "v", {ov::element::f32}, {any, num_kv_heads_ * head_size_});
+        check_input(3, "cos_sin", {ov::element::f32}, {any, any});
+        // the CPU plugin turns every i64 of a graph into i32
+        check_input(4, "slot_mapping", {ov::element::i64, ov::element::i32}, {any});
+        check_pool(5);
+        set_output_type(0, ov::element::f32, {get_input_partial_shape(0)[0], num_heads_ * head_size_});
+    }
+
+    std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector& inputs) const override {
+        auto copy = std::make_shared<KVCacheUpdate>(*this);
+        copy->set_arguments(inputs);
+        return copy;
+    }
+
+    bool has_evaluate() const override { return true; }
+
+    bool evaluate(ov::TensorVector& out, const ov::TensorVector& in) const override {
+        CacheUpdate u;
+        u.pool = pool(in, 5);
+        u.layer = layer_;
+        u.num_tokens = in[0].get_shape()[0];
+        u.num_heads = num_heads_;
+        u.rotary = in[3].get_shape()[1];
+        for (size_t i = 1; i < 5; i++)
+            OPENVINO_ASSERT(in[i].get_shape()[0] == size_t(u.num_tokens), "KVCacheUpdate: inputs differ in tokens");
+        u.q = in[0].data<const float>();
+        u.k = in[1].data<const float>();
+        u.v = in[2].data<const float>();
+        u.cos_sin = in[3].data<const float>();
+        std::vector<int64_t> widened;
+        if (in[4].get_element_type() == ov::element::i32) {
+            const int32_t* const slots = in[4].data<const int32_t>();
+            widened.assign(slots, slots + u.num_tokens);
+            u.slots = widened.data();
+        } else {
+            u.slots = in[4].data<const int64_t>();
+        }
+        out[0].set_shape(in[0].get_shape());
+        u.q_rotated = out[0].data<float>();
+        if (const char* fault = find_fault(u)) OPENVINO_THROW("KVCacheUpdate: ", fault);
+        kv_cache_update(u, run_parallel);
+        return true;
+    }
+};
+
+class PagedAttention : public PagedOp {
+public:
+    OPENVINO_OP("PagedAttention", "trtforge", PagedOp);
+    PagedAttention() = default;
+    explicit PagedAttention(const ov::OutputVector& inputs) : PagedOp(inputs) {}
+
+    bool visit_attributes(ov::AttributeVisitor& visitor) override {
+        visit_common(visitor);
+        visitor.on_attribute("scale", scale_);
+        visitor.on_attribute("window", window_);
+        visitor.on_attribute("softcap", softcap_);
+        visitor.on_attribute("kv_dtype", kv_dtype_);
+        return true;
+    }
+
+    void validate_and_infer_types() override {
+        check_attributes();
+        const size_t s = num_scales();
+        NODE_VALIDATION_CHECK(this, get_input_size() == 6 + s, "has ", get_input_size(), " inputs, want ", 6 + s,
+                              " for kv_dtype ", kv_dtype_);
+        NODE_VALIDATION_CHECK(this, window_ >= 0 && softcap_ >= 0, "window=", window_, ", softcap=", softcap_);
+        const auto any = ov::Dimension::dynamic();
+        check_input(0, "q", {ov::element::f32}, {any, num_heads_ * head_size_});
+        check_pool(1);
+        check_input(2 + s, "positions", {ov::element::i32}, {any});
+        check_input(3 + s, "query_start", {ov::element::i32}, {any});
+        check_input(4 + s, "kv_lengths", {ov::element::i32}, {any});
+        check_input(5 + s, "block_tables", {ov::element::i32}, {any, any});
+        set_output_type(0, ov::element::f32, {get_input_partial_shape(0)[0], num_heads_ * head_size_});
+    }
+
+    std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector& inputs) const override {
+        auto copy = std::make_shared<PagedAttention>(*this);
+        copy->set_arguments(inputs);
+        return copy;
+    }
+
+    bool has_evaluate() const override { return true; }
+
+    bool evaluate(ov::TensorVector& out, const ov::TensorVector& in) const override {
+        const size_t s = num_scales();
+        Attention a;
+        a.pool = pool(in, 1);
+        a.layer = layer_;
+        a.num_tokens = in[0].get_shape()[0];
+        a.num_heads = num_heads_;
+        a.num_sequences = in[4 + s].get_shape()[0];
+        a.max_blocks = in[5 + s].get_shape()[1];
+        a.scale = scale_;
+        a.softcap = softcap_;
+        a.window = window_;
+        OPENVINO_ASSERT(in[2 + s].get_size() == size_t(a.num_tokens) && in[3 + s].get_size() == size_t(a.num_sequences) + 1 &&
+                            in[5 + s].get_shape()[0] == size_t(a.num_sequences),
+                        "PagedAttention: inputs differ in tokens or sequences");
+        a.q = in[0].data<const float>();
+        a.positions = in[2 + s].data<const int32_t>();
+        a.query_start = in[3 + s].data<const int32_t>();
+        a.kv_lengths = in[4 + s].data<const int32_t>();
+        a.block_tables = in[5 + s].data<const int32_t>();
+        out[0].set_shape(in[0].get_shape());
+        a.out = out[0].data<float>();
+        if (const char* fault = find_fault(a)) OPENVINO_THROW("PagedAttention: ", fault);
+        paged_attention(a, run_parallel);
+        return true;
+    }
+
+private:
+    float scale_ = 1, softcap_ = 0;
+    int64_t window_ = 0;
+};
+
+}  // namespace trtforge
+
+OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>({
+    std::make_shared<ov::OpExtension<trtforge::KVCacheUpdate>>(),
+    std::make_shared<ov::OpExtension<trtforge::PagedAttention>>(),
+}));
+
+// For tests: which instruction set runs ("" for the best one); 0 if this CPU lacks it.
+extern "C" __attribute__((visibility("default"))) int trtforge_cpu_force_isa(const char* name) {
+    return trtforge::force_isa(name);
+}
+
+extern "C" __attribute__((visibility("default"))) const char* trtforge_cpu_isa() { return trtforge::kernels().isa; }

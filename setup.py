@@ -1,0 +1,118 @@
+"""Compiles the CPU kernels (plugins/cpu) into an OpenVINO extension library; all else is in pyproject.toml.
+
+The library is built against the pinned openvino wheel: its headers, its libopenvino and its TBB, found by the
+package's place. It is no Python extension, so one wheel serves every Python version of a platform.
+"""
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+SOURCES = ROOT / "plugins" / "cpu"
+#: Compiled once per instruction set; the others once.
+KERNELS = ("kv_cache_update.cpp", "paged_attention.cpp")
+SHARED = ("kernels.cpp", "openvino_ops.cpp")
+ISA_FLAGS = {"generic": [], "avx2": ["-mavx2", "-mfma", "-mf16c"]}
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
+
+
+def find_compiler() -> str:
+    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
+        if path := shutil.which(name):
+            return path
+    raise SystemExit("trtforge: no C++17 compiler found; install g++ (apt-get install g++) or set CXX")
+
+
+def find_openvino() -> Path:
+    spec = importlib.util.find_spec("openvino")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("trtforge: openvino is not installed; run pip without --no-build-isolation, or install it first")
+    return Path(spec.submodule_search_locations[0])
+
+
+def shared_library(libs: Path, pattern: str) -> str:
+    """The file name, which is the soname, of the one library that matches."""
+    found = sorted(p.name for p in libs.glob(pattern) if not p.is_symlink())
+    if len(found) != 1:
+        raise SystemExit(f"trtforge: {libs} holds {found or 'no'} {pattern}; install the openvino that pyproject.toml pins")
+    return found[0]
+
+
+def run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"trtforge: the C++ compiler failed: {' '.join(command)}\n{result.stderr}")
+
+
+def compile_objects(compiler: str, openvino: Path, objects: Path) -> list[Path]:
+    """Object files of all sources, those reused whose source, headers and command are unchanged."""
+    headers = b"".join(p.read_bytes() for p in sorted(SOURCES.glob("*.hpp")))
+    isas = ISA_FLAGS if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
+    jobs = [(source, ["-isystem", str(openvino / "include")], "") for source in SHARED]
+    jobs += [(source, [*flags, f"-DTRTFORGE_ISA={isa}"], isa) for isa, flags in isas.items() for source in KERNELS]
+
+    def compile_one(job: tuple[str, list[str], str]) -> Path:
+        source, flags, isa = job
+        command = [compiler, *FLAGS, *flags, "-c", str(SOURCES / source)]
+        digest = hashlib.sha256(repr(command).encode() + headers + (SOURCES / source).read_bytes()).hexdigest()[:16]
+        target = objects / f"{Path(source).stem}{'-' * bool(isa)}{isa}-{digest}.o"
+        if not target.exists():
+            part = target.with_suffix(".part")
+            run([*command, "-o", str(part)])
+            part.rename(target)
+        return target
+
+    objects.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_one, jobs))
+
+
+def link(compiler: str, openvino: Path, objects: list[Path], library: Path) -> None:
+    libs = openvino / "libs"
+    names = [shared_library(libs, "libopenvino.so.*"), shared_library(libs, "libtbb.so.*")]
+    # site-packages/trtforge/plugins/cpu -> site-packages/openvino/libs; in an editable install the
+    # libraries are found by soname, loaded before by `import openvino`
+    rpath = "-Wl,-rpath,$ORIGIN/../../../openvino/libs"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    part = library.with_suffix(".part")
+    run(
+        [compiler, "-shared", "-o", str(part), *map(str, objects), f"-L{libs}", *(f"-l:{n}" for n in names), rpath]
+        + ["-Wl,--no-undefined", "-Wl,-s"]
+    )
+    part.rename(library)  # atomic: a running process keeps the library that it has mapped
+
+
+class BuildLibrary(build_ext):
+    """Compiles with the plain compiler; setuptools only decides where the library goes."""
+
+    def build_extension(self, ext: Extension) -> None:
+        compiler, openvino = find_compiler(), find_openvino()
+        objects = compile_objects(compiler, openvino, Path(self.build_temp) / "cpu")
+        library = Path(self.get_ext_fullpath(ext.name))
+        newest = max(p.stat().st_mtime for p in objects)
+        if self.force or not library.exists() or library.stat().st_mtime < newest:
+            link(compiler, openvino, objects, library)
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+
+class PlatformWheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+setup(
+    ext_modules=[Extension("trtforge.plugins.cpu.libtrtforge_cpu", sources=[])],
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+)
