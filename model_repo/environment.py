@@ -166,8 +166,8 @@ def _required_version(distribution: str) -> str | None:
 
 def cpu_kernels(_: Surroundings) -> Finding:
     """Load the compiled extension for real, in a process of its own: a wrong ABI may crash it."""
-    code = "from trtforge.plugins.cpu import extension_path; import openvino; c = openvino.Core(); "
-    code += "c.add_extension(str(extension_path())); print(extension_path())"
+    code = "import openvino; from trtforge.plugins import cpu; cpu.register(openvino.Core()); "
+    code += "print(cpu.library_path())"
     probe = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if probe.returncode == 0:
         return Finding("CPU kernels", True, probe.stdout.strip())
