@@ -55,15 +55,20 @@ def _open_directory(path: Path) -> Checkpoint:
         _refuse_tensorrt_llm(path, config)
         return HuggingFaceCheckpoint(path)
     ggufs = sorted(path.glob("*.gguf"))
-    first_parts = [p for p in ggufs if not re.search(r"-\d{5}-of-\d{5}\.gguf$", p.name) or "-00001-of-" in p.name]
+    first_parts = [
+        p for p in ggufs if not re.search(r"-\d{5}-of-\d{5}\.gguf$", p.name) or "-00001-of-" in p.name
+    ]
     if len(first_parts) == 1:
         return _open_gguf(first_parts[0])
     if first_parts:
         raise UnsupportedModel(
-            f"{path}: holds {len(first_parts)} GGUF models; pass one of them: {', '.join(p.name for p in first_parts[:5])}"
+            f"{path}: holds {len(first_parts)} GGUF models; pass one of them: "
+            + ", ".join(p.name for p in first_parts[:5])
         )
     there = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "nothing"
-    raise UnsupportedModel(f"{path}: no config.json, so no Hugging Face checkpoint (there: {there}); pass {_ACCEPTED}")
+    raise UnsupportedModel(
+        f"{path}: no config.json, so no Hugging Face checkpoint (there: {there}); pass {_ACCEPTED}"
+    )
 
 
 def _refuse_mistakes(path: Path) -> None:
@@ -74,15 +79,20 @@ def _refuse_mistakes(path: Path) -> None:
             "or pass the checkpoint that it was built from"
         )
     if (path / "config.pbtxt").is_file() or next(path.glob("*/config.pbtxt"), None):
-        raise UnsupportedModel(f"{path}: a Triton model repository; start it with `trtforge serve`, or pass a checkpoint")
+        raise UnsupportedModel(
+            f"{path}: a Triton model repository; start it with `trtforge serve`, or pass a checkpoint"
+        )
 
 
 def _refuse_tensorrt_llm(path: Path, config: dict[str, object]) -> None:
     if "pretrained_config" in config or next(path.glob("rank*.engine"), None):
         raise UnsupportedModel(
-            f"{path}: a TensorRT-LLM engine directory; engines cannot be converted, pass the checkpoint it was built from"
+            f"{path}: a TensorRT-LLM engine directory; engines cannot be converted, "
+            "pass the checkpoint that it was built from"
         )
-    if "architectures" not in config and ("architecture" in config or next(path.glob("rank*.safetensors"), None)):
+    if "architectures" not in config and (
+        "architecture" in config or next(path.glob("rank*.safetensors"), None)
+    ):
         raise UnsupportedModel(
             f"{path}: a TensorRT-LLM checkpoint directory, which comes with a later version; "
             "pass the Hugging Face checkpoint that it was converted from"

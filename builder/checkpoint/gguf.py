@@ -81,7 +81,9 @@ class GGUFCheckpoint:
         for file in self._files:
             file.close()
 
-    def _rename(self, tensors: Mapping[str, tuple[GGUFFile, GGUFTensor]]) -> dict[str, tuple[GGUFFile, GGUFTensor]]:
+    def _rename(
+        self, tensors: Mapping[str, tuple[GGUFFile, GGUFTensor]]
+    ) -> dict[str, tuple[GGUFFile, GGUFTensor]]:
         """Under Hugging Face's names; what has none keeps its own, and will be reported as unused."""
         extra = self._names.names or {}
         found: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
@@ -96,18 +98,24 @@ class GGUFCheckpoint:
             elif not block and (target := ({**_GLOBAL_NAMES, **extra}).get(module)):
                 name = f"{target}.{kind}"
             if name in found:
-                raise CheckpointError(f"{self.path}: two tensors are {name!r} in Hugging Face's terms; convert it again")
+                raise CheckpointError(
+                    f"{self.path}: two tensors are {name!r} in Hugging Face's terms; convert it again"
+                )
             found[name] = source
         return found
 
     def _config(self) -> dict[str, Any]:
         embedding = self._source.get("model.embed_tokens.weight")
         if embedding is None:
-            raise CheckpointError(f"{self.path}: tensor 'token_embd.weight' is missing; the file holds no language model")
+            raise CheckpointError(
+                f"{self.path}: tensor 'token_embd.weight' is missing; the file holds no language model"
+            )
         factors = {}
         for name, (file, tensor) in self._tables.items():
             if len(tensor.shape) != 1 or tensor.shape[0] > 1 << 16:
-                raise CheckpointError(f"{self.path}: {name} has shape {list(tensor.shape)}, not one factor per frequency")
+                raise CheckpointError(
+                    f"{self.path}: {name} has shape {list(tensor.shape)}, not one factor per frequency"
+                )
             factors[name] = file.read(tensor)
         config = config_from_metadata(
             self._metadata,
@@ -123,7 +131,9 @@ class GGUFCheckpoint:
         """Rows [heads, head_size / 2, 2] as the file has them (pairs side by side), to [heads, 2, head_size / 2]."""
         rows = values.shape[0]
         if rows % (2 * heads):
-            raise CheckpointError(f"{self.path}: {name} has {rows} rows, which {heads} heads do not divide evenly")
+            raise CheckpointError(
+                f"{self.path}: {name} has {rows} rows, which {heads} heads do not divide evenly"
+            )
         paired = values.reshape(heads, rows // heads // 2, 2, *values.shape[1:])
         return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)
 
@@ -149,7 +159,9 @@ def _open_parts(path: Path) -> list[GGUFFile]:
     try:
         count = Metadata(path, files[0].metadata).size("split.count") or 1
         if count > 1 and (not match or int(match[3]) != count):
-            raise CheckpointError(f"{path}: one of {count} parts of a model; name it NAME-00001-of-{count:05d}.gguf")
+            raise CheckpointError(
+                f"{path}: one of {count} parts of a model; name it NAME-00001-of-{count:05d}.gguf"
+            )
         if count > 1 and match:
             names = (f"{match[1]}-{number:05d}-of-{match[3]}.gguf" for number in range(2, count + 1))
             files.extend(GGUFFile(path.with_name(name)) for name in names)
@@ -165,7 +177,9 @@ def _all_tensors(files: list[GGUFFile]) -> dict[str, tuple[GGUFFile, GGUFTensor]
     for file in files:
         for name, tensor in file.tensors.items():
             if name in tensors:
-                raise CheckpointError(f"{file.path}: tensor {name[:200]!r} is in another part, too; download it again")
+                raise CheckpointError(
+                    f"{file.path}: tensor {name[:200]!r} is in another part, too; download it again"
+                )
             tensors[name] = (file, tensor)
     return tensors
 

@@ -69,14 +69,18 @@ class Metadata:
 
     def number(self, key: str) -> float | None:
         value = self.get(key)
-        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not math.isfinite(value):
             raise self.fault(key, f"is {str(value)[:40]}, not a finite number")
-        return value
+        return float(value)
 
     def token_id(self, name: str) -> int | None:
         """`tokenizer.ggml.{name}_token_id`; absent, or beyond the vocabulary (some converters' -1): None."""
         value = self.get(f"tokenizer.ggml.{name}_token_id")
-        return value if type(value) is int and 0 <= value < len(self.strings("tokenizer.ggml.tokens")) else None
+        return (
+            value if type(value) is int and 0 <= value < len(self.strings("tokenizer.ggml.tokens")) else None
+        )
 
     def strings(self, key: str) -> list[str]:
         """An array of strings; empty if it is absent."""
@@ -105,7 +109,11 @@ def config_from_metadata(
     """
     if metadata.size(".expert_count"):
         raise UnsupportedModel(f"{architecture} in GGUF with a mixture of experts, which is not supported")
-    config: dict[str, Any] = {"architectures": [architecture], "vocab_size": vocab_size, "tie_word_embeddings": tied}
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": tied,
+    }
     for key, (source, needed) in _SIZES.items():
         value = metadata.size("." + source)
         if value is None and needed:
@@ -128,21 +136,27 @@ def config_from_metadata(
 def _head_size(metadata: Metadata, config: Mapping[str, Any]) -> int:
     key, value = metadata.size(".attention.key_length"), metadata.size(".attention.value_length")
     if key is not None and value is not None and key != value:
-        raise UnsupportedModel(f"GGUF keys of size {key} and values of size {value}: only equal sizes are supported")
+        raise UnsupportedModel(
+            f"GGUF keys of size {key} and values of size {value}: only equal sizes are supported"
+        )
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if key is None and hidden % heads:
         raise metadata.fault(".attention.head_count", f"is {heads}, which does not divide {hidden}")
     return key or hidden // heads
 
 
-def _rope(metadata: Metadata, config: Mapping[str, Any], factors: Mapping[str, NDArray[np.float32]]) -> dict[str, Any]:
+def _rope(
+    metadata: Metadata, config: Mapping[str, Any], factors: Mapping[str, NDArray[np.float32]]
+) -> dict[str, Any]:
     head_size = config["head_dim"]
     rope: dict[str, Any] = {"rope_theta": metadata.number(".rope.freq_base") or 10000.0}
     rotary_dim = metadata.size(".rope.dimension_count") or head_size
     if rotary_dim != head_size:
         share = rotary_dim / head_size
         # the share is multiplied back and cut to an integer; where that falls one short, the next float does not
-        rope["partial_rotary_factor"] = share if int(head_size * share) == rotary_dim else math.nextafter(share, 2.0)
+        rope["partial_rotary_factor"] = (
+            share if int(head_size * share) == rotary_dim else math.nextafter(share, 2.0)
+        )
     context = metadata.size(".rope.scaling.original_context_length")
     if context is not None:
         rope["original_max_position_embeddings"] = context
@@ -163,8 +177,8 @@ def _scaling(
         table = factors["rope_freqs.weight"].tolist()
         return _longrope(table, table, trained, 1.0)
     if "rope_factors_long.weight" in factors and "rope_factors_short.weight" in factors:
-        tables = (factors[f"rope_factors_{which}.weight"].tolist() for which in ("short", "long"))
-        return _longrope(*tables, context or trained, attention)
+        short, long = (factors[f"rope_factors_{which}.weight"].tolist() for which in ("short", "long"))
+        return _longrope(short, long, context or trained, attention)
     old_linear = metadata.number(".rope.scale_linear")
     if kind == "linear" or (kind == "none" and old_linear):
         return {"rope_type": "linear", "factor": factor or old_linear}
@@ -196,7 +210,10 @@ def _yarn(
         "factor": factor,
         "original_max_position_embeddings": context or max(1, round(trained / factor)),
     }
-    for key, source in (("beta_fast", ".rope.scaling.yarn_beta_fast"), ("beta_slow", ".rope.scaling.yarn_beta_slow")):
+    for key, source in (
+        ("beta_fast", ".rope.scaling.yarn_beta_fast"),
+        ("beta_slow", ".rope.scaling.yarn_beta_slow"),
+    ):
         beta = metadata.number(source)
         if beta is not None:
             scaling[key] = beta

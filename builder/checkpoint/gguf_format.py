@@ -26,7 +26,20 @@ MIN_TENSOR_HEADER = 32  # name length, dimension count, one dimension, type, off
 MIN_METADATA_ENTRY = 13  # key length, type, one byte
 
 #: read, besides the plain types below; what else the format has is refused by name
-QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+QUANTIZED = (
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+)
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -107,12 +120,18 @@ class _Parser:
 
     def _preamble(self) -> tuple[int, int]:
         if self._file.size < 24 or self._take(4) != b"GGUF":
-            raise CheckpointError(f"{self._file.path}: not a GGUF file (it does not begin with GGUF, or is cut short)")
+            raise CheckpointError(
+                f"{self._file.path}: not a GGUF file (it does not begin with GGUF, or is cut short)"
+            )
         version: int = self._number("I")
         if version & 0xFFFF == 0:
-            raise UnsupportedModel(f"{self._file.path}: a big-endian GGUF file, which is not read; convert it again")
+            raise UnsupportedModel(
+                f"{self._file.path}: a big-endian GGUF file, which is not read; convert it again"
+            )
         if version not in (2, 3):
-            raise UnsupportedModel(f"{self._file.path}: GGUF version {version}; read are 2 and 3, convert it again")
+            raise UnsupportedModel(
+                f"{self._file.path}: GGUF version {version}; read are 2 and 3, convert it again"
+            )
         tensor_count, metadata_count = self._number("Q"), self._number("Q")
         left = self._limit - self._position
         if tensor_count * MIN_TENSOR_HEADER > left or metadata_count * MIN_METADATA_ENTRY > left:
@@ -151,8 +170,14 @@ class _Parser:
         dtype, offset = self._dtype(name, self._number("I")), self._number("Q")
         codec = codecs()[dtype]
         # plain integers: nothing here can overflow
-        if 0 in shape or shape[-1] % codec.block_elements or codec.stored_bytes(math.prod(shape)) > self._file.size:
-            raise self._fault(f"tensor {name[:200]!r} is {dtype} of shape {list(shape)}, which cannot be in it")
+        if (
+            0 in shape
+            or shape[-1] % codec.block_elements
+            or codec.stored_bytes(math.prod(shape)) > self._file.size
+        ):
+            raise self._fault(
+                f"tensor {name[:200]!r} is {dtype} of shape {list(shape)}, which cannot be in it"
+            )
         return GGUFTensor(name, shape, dtype, offset), codec
 
     def _dtype(self, name: str, number: int) -> str:
@@ -187,7 +212,9 @@ class _Parser:
                 raise self._fault(f"tensor {header.name[:200]!r} overlaps another one or is not aligned")
             end = offset + codec.stored_bytes(math.prod(header.shape))
             if end > self._file.size:
-                raise self._fault(f"tensor {header.name[:200]!r} ends at {end}, the file at {self._file.size}")
+                raise self._fault(
+                    f"tensor {header.name[:200]!r} ends at {end}, the file at {self._file.size}"
+                )
             tensors[header.name] = GGUFTensor(header.name, header.shape, header.dtype, offset)
         return tensors
 
@@ -210,7 +237,11 @@ class _Parser:
         begin = self._position - self._buffer_start
         if begin + count > len(self._buffer):
             amount = min(max(count, 1 << 20), self._limit - self._position)
-            self._buffer, self._buffer_start, begin = self._file.read(self._position, amount).tobytes(), self._position, 0
+            self._buffer, self._buffer_start, begin = (
+                self._file.read(self._position, amount).tobytes(),
+                self._position,
+                0,
+            )
         self._position += count
         return self._buffer[begin : begin + count]
 
@@ -219,4 +250,6 @@ class _Parser:
             raise self._fault(f"{what} runs past its end")
 
     def _fault(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._file.path}: {what}; the file is cut short or damaged, download it again")
+        return CheckpointError(
+            f"{self._file.path}: {what}; the file is cut short or damaged, download it again"
+        )

@@ -107,7 +107,9 @@ def _open_shards(index: Path, open_file: Callable[[Path], TensorFile]) -> list[T
     try:
         for shard in sorted(set(weight_map.values())):
             if not (index.parent / shard).is_file():
-                raise CheckpointError(f"{index.parent / shard}: this shard is missing; download the checkpoint whole")
+                raise CheckpointError(
+                    f"{index.parent / shard}: this shard is missing; download the checkpoint whole"
+                )
             files[shard] = open_file(index.parent / shard)
         _check_shards(index, weight_map, files)
     except BaseException:
@@ -125,7 +127,9 @@ def _check_shards(index: Path, weight_map: Mapping[str, str], files: Mapping[str
     for shard, file in files.items():
         for name in file.tensors:
             if name in seen:
-                raise CheckpointError(f"{index.parent}: {name[:200]!r} is both in {seen[name]} and in {shard}")
+                raise CheckpointError(
+                    f"{index.parent}: {name[:200]!r} is both in {seen[name]} and in {shard}"
+                )
             seen[name] = shard
 
 

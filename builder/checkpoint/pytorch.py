@@ -74,5 +74,7 @@ def _info(path: Path, name: str, value: Any) -> TensorInfo:
         raise CheckpointError(f"{path}: {name[:200]!r} is a {type(value).__name__}, not a tensor")
     dtype = _DTYPE_NAMES.get(str(value.dtype))
     if dtype is None or value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
-        raise UnsupportedModel(f"{path}: tensor {name[:200]!r} is {value.dtype}, {value.layout}; save it as plain floats")
+        raise UnsupportedModel(
+            f"{path}: tensor {name[:200]!r} is {value.dtype}, {value.layout}; save it as plain floats"
+        )
     return TensorInfo(name, tuple(value.shape), dtype)

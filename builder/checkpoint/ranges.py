@@ -53,14 +53,16 @@ class RangeFile:
                 f"{self.path}: {count} bytes at {offset} wanted, the file has {self.size}; it is cut short or damaged"
             )
         data = np.empty(count, np.uint8)
-        view, done = memoryview(data), 0
+        view, done = data.data, 0
         while done < count:
             try:
                 got = os.preadv(self._fd, [view[done:]], offset + done)
             except OSError as e:
                 raise CheckpointError(f"{self.path}: reading failed ({e.strerror})") from e
             if got == 0:
-                raise CheckpointError(f"{self.path}: ended at {offset + done} while it was read; it was changed meanwhile")
+                raise CheckpointError(
+                    f"{self.path}: ended at {offset + done} while it was read; it was changed meanwhile"
+                )
             done += got
         return data
 
@@ -86,7 +88,9 @@ class RangeFile:
     def __enter__(self) -> "RangeFile":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

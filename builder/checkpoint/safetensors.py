@@ -68,11 +68,14 @@ class SafetensorsFile:
 def _parse_header(file: RangeFile) -> dict[str, _Entry]:
     where = file.path
     if file.size < 8:
-        raise CheckpointError(f"{where}: {file.size} bytes, too short for a safetensors file; download it again")
+        raise CheckpointError(
+            f"{where}: {file.size} bytes, too short for a safetensors file; download it again"
+        )
     length = int(file.read(0, 8).view("<u8")[0])
     if length > min(MAX_HEADER_BYTES, file.size - 8):
         raise CheckpointError(
-            f"{where}: its header claims {length} bytes, the file has {file.size}; it is cut short or no safetensors file"
+            f"{where}: its header claims {length} bytes, the file has {file.size}; "
+            "it is cut short or no safetensors file"
         )
     header = parse_json(file.read(8, length).tobytes(), where, "its header")
     header.pop("__metadata__", None)
@@ -86,7 +89,9 @@ def _entry(where: Path, name: str, value: Any, data_start: int, file_size: int) 
     """One tensor's header, its numbers checked against each other and against the file."""
 
     def lies(what: str) -> CheckpointError:
-        return CheckpointError(f"{where}: tensor {name[:200]!r}: {what}; the file is damaged, download it again")
+        return CheckpointError(
+            f"{where}: tensor {name[:200]!r}: {what}; the file is damaged, download it again"
+        )
 
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
         raise lies("no dtype, shape and data_offsets")
@@ -104,7 +109,9 @@ def _entry(where: Path, name: str, value: Any, data_start: int, file_size: int) 
         raise lies(f"its bytes {begin}..{end} are not in the file of {file_size} bytes")
     # plain integers: nothing here can overflow
     if math.prod(shape) * CODECS[dtype].block_bytes != end - begin:
-        raise lies(f"{dtype} of shape {shape[:MAX_DIMENSIONS]} does not take the {end - begin} bytes that it claims")
+        raise lies(
+            f"{dtype} of shape {shape[:MAX_DIMENSIONS]} does not take the {end - begin} bytes that it claims"
+        )
     return _Entry(TensorInfo(name, tuple(shape), dtype), data_start + begin)
 
 
@@ -114,10 +121,14 @@ def _check_layout(where: Path, entries: dict[str, _Entry], data_start: int, file
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, _bytes(item[1]))):
         if entry.offset != position:
             fault = "overlaps another one" if entry.offset < position else "has a gap before it"
-            raise CheckpointError(f"{where}: tensor {name[:200]!r} {fault}; the file is damaged, download it again")
+            raise CheckpointError(
+                f"{where}: tensor {name[:200]!r} {fault}; the file is damaged, download it again"
+            )
         position += _bytes(entry)
     if position != file_size:
-        raise CheckpointError(f"{where}: {file_size - position} bytes after the last tensor; download the file again")
+        raise CheckpointError(
+            f"{where}: {file_size - position} bytes after the last tensor; download the file again"
+        )
 
 
 def _bytes(entry: _Entry) -> int:
@@ -142,7 +153,9 @@ def parse_json(data: bytes, where: Path, what: str) -> dict[str, Any]:
         value = json.loads(data, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as e:
         reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)
-        raise CheckpointError(f"{where}: {what} is not JSON that can be read ({reason}); download it again") from e
+        raise CheckpointError(
+            f"{where}: {what} is not JSON that can be read ({reason}); download it again"
+        ) from e
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: {what} is not a JSON object; download it again")
     return value
