@@ -72,7 +72,7 @@ class Root(click.Group):
         except BrokenPipeError:
             if not stdout_closed():
                 fail(ctx, "error: the connection was closed by the other side; is the server still up?", 1)
-            sys.stdout = None  # type: ignore[assignment]  # nobody reads it: no second error when Python flushes it
+            sys.stdout = None  # nobody reads it, and Python shall not complain when it flushes it
             ctx.exit(128 + signal.SIGPIPE)
         except Exception as e:
             fail(ctx, f"internal error: {type(e).__name__}: {one_line(e)}; run again with --debug", 1)
@@ -270,3 +270,46 @@ def inspect(path: str, as_json: bool) -> None:
 
     description = describe(path)
     click.echo(json.dumps(description) if as_json else as_text(description))
+
+
+@click.command()
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.option(
+    "--reference", required=True, help="The checkpoint that the engine was built from, or a better one."
+)
+@click.option(
+    "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A text of your own."
+)
+@click.option("--tokens", type=int, default=1024, show_default=True, help="Compare at most so many.")
+@JSON_OPTION
+def verify(engine: Path, reference: str, text: Path | None, tokens: int, as_json: bool) -> None:
+    """Compare an engine with its checkpoint run by a plain reference.
+
+    Perplexity, KL divergence and agreement, over a text. Exits with 1 past the limits of the engine's recipe.
+    """
+    from dataclasses import asdict
+
+    from tokenizers import Tokenizer
+
+    from trtforge.builder import verify as verifying
+    from trtforge.builder.checkpoint import open_checkpoint
+    from trtforge.runtime.score import Scorer
+
+    scorer = Scorer(engine)
+    words = (text or verifying.DEFAULT_TEXT).read_text(encoding="utf-8")
+    token_ids = Tokenizer.from_file(str(engine / "tokenizer.json")).encode(words).ids[:tokens]
+    checkpoint = open_checkpoint(reference)
+    try:
+        with progress() as report:
+            result = verifying.verify(scorer, checkpoint, token_ids, report or (lambda *_: None))
+    finally:
+        checkpoint.close()
+        scorer.close()
+    faults = result.faults(verifying.limits(scorer.manifest))
+    if as_json:
+        click.echo(json.dumps({**asdict(result), "faults": faults}))
+    else:
+        click.echo("\n".join(f"{key + ':':24}{value}" for key, value in asdict(result).items()))
+        click.echo("past the limits: " + "; ".join(faults) if faults else "within the limits of its recipe")
+    if faults:
+        click.get_current_context().exit(1)

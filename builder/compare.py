@@ -62,7 +62,7 @@ class Comparer:
         self._max_kl = self._max_difference = 0.0
         self._agreed = self._rows = 0
 
-    def add(self, logits: Logits, reference: Logits, next_ids: NDArray[np.integer]) -> None:
+    def add(self, logits: Logits, reference: Logits, next_ids: NDArray[np.int64]) -> None:
         """logits, reference: FP32 [rows, vocab]; next_ids: the token that follows each position, [rows]."""
         assert logits.shape == reference.shape, (logits.shape, reference.shape)
         assert len(next_ids) == len(logits)

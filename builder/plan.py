@@ -264,6 +264,6 @@ def as_text(p: Plan) -> str:
         )
     lines += ["", "recipe      " + ", ".join(f"{r.name} {format_bytes(r.weight_bytes)}" for r in p.recipes)]
     lines += ["KV dtype    " + ", ".join(f"{k.name} {k.bytes_per_token} B/token" for k in p.kv_dtypes)]
-    not_here = {option.impossible for option in (*p.recipes, *p.kv_dtypes)} - {None, *p.impossible}
-    lines += [f"not here: {reason}" for reason in sorted(filter(None, not_here))]
+    reasons = [r.impossible for r in p.recipes] + [k.impossible for k in p.kv_dtypes]
+    lines += [f"not here: {reason}" for reason in reasons if reason and reason not in p.impossible]
     return "\n".join([*lines, *(f"impossible: {reason}" for reason in p.impossible)])

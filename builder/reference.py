@@ -2,10 +2,10 @@
 
 It shares ModelSpec and the checkpoint's reader with the build, and nothing else: no graph, no plugin op, no
 paged cache, no OpenVINO. FP32 throughout. All sequences go through a layer before its successor is read, so
-memory is one layer's weights, the hidden states, and the rows of logits that are asked for.
+memory is one layer's weights, the hidden states, and the logits that are asked for.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +31,10 @@ def hidden_states(spec: ModelSpec, read: Read, sequences: Sequence[Sequence[int]
     return [rms_norm(spec, x, norm) for x in states]
 
 
-def logits(spec: ModelSpec, read: Read, states: Array, rows_at_once: int = 128) -> Iterator[Array]:
-    """The logits of some rows of hidden states [T, hidden], in pieces of FP32 [rows_at_once, vocab]."""
+def output_head(spec: ModelSpec, read: Read) -> Callable[[Array], Array]:
+    """The function from hidden states [T, hidden] to logits [T, vocab]; it holds the head's weight."""
     head = read("embedding.weight" if spec.tied_embeddings else "lm_head.weight")
-    for start in range(0, len(states), rows_at_once):
-        scores = states[start : start + rows_at_once] @ head.T
-        yield softcap(scores, spec.logit_softcap)
+    return lambda states: softcap(states @ head.T, spec.logit_softcap)
 
 
 def read_layer(spec: ModelSpec, read: Read, index: int) -> dict[str, Array]:
@@ -94,8 +92,9 @@ def linear(weights: dict[str, Array], name: str, x: Array) -> Array:
 
 def rms_norm(spec: ModelSpec, x: Array, weight: Array) -> Array:
     """Over the last axis."""
-    mean = np.mean(np.square(x), axis=-1, keepdims=True)
-    return x / np.sqrt(mean + np.float32(spec.norm_epsilon)) * (weight + np.float32(spec.norm_offset))
+    mean: Array = np.mean(np.square(x), axis=-1, keepdims=True)
+    normed: Array = x / np.sqrt(mean + np.float32(spec.norm_epsilon))
+    return normed * (weight + np.float32(spec.norm_offset))
 
 
 def rotate(rope: Rope, heads: Array) -> Array:
@@ -110,18 +109,18 @@ def rotate(rope: Rope, heads: Array) -> Array:
 
 def activate(name: str, x: Array) -> Array:
     if name == "silu":
-        return np.float32(0.5) * x * (1 + np.tanh(np.float32(0.5) * x))  # x * sigmoid(x), without overflow
-    assert name == "gelu_tanh", name
-    return (
-        np.float32(0.5)
-        * x
-        * (1 + np.tanh(np.float32((2 / np.pi) ** 0.5) * (x + np.float32(0.044715) * x**3)))
-    )
+        inner = np.float32(0.5) * x  # x * sigmoid(x) = x / 2 * (1 + tanh(x / 2)), which does not overflow
+    else:
+        assert name == "gelu_tanh", name
+        inner = np.float32((2 / np.pi) ** 0.5) * (x + np.float32(0.044715) * x * x * x)
+    activated: Array = np.float32(0.5) * x * (np.float32(1) + np.tanh(inner))
+    return activated
 
 
 def softmax(scores: Array) -> Array:
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
+    weights: Array = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights
 
 
 def softcap(scores: Array, cap: float | None) -> Array:

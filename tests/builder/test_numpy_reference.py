@@ -21,7 +21,7 @@ def numpy_logits(directory: Path, sequences: list[list[int]], max_seq_len: int) 
             return translation.sources[name].read(checkpoint)
 
         states = reference.hidden_states(translation.spec, read, sequences)
-        return [np.concatenate(list(reference.logits(translation.spec, read, x, 7))) for x in states]
+        return [reference.output_head(translation.spec, read)(x) for x in states]
     finally:
         checkpoint.close()
 
