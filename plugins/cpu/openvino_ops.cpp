@@ -134,6 +134,7 @@ public:
     std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector& inputs) const override {
         auto copy = std::make_shared<KVCacheUpdate>(*this);
         copy->set_arguments(inputs);
+        copy->validate_and_infer_types();
         return copy;
     }
 
@@ -202,6 +203,7 @@ public:
     std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector& inputs) const override {
         auto copy = std::make_shared<PagedAttention>(*this);
         copy->set_arguments(inputs);
+        copy->validate_and_infer_types();
         return copy;
     }
 
