@@ -7,11 +7,13 @@ tensor with a dynamic first dimension, the bytes of an element folded into the l
 16-bit types are converted whole at every step and writes into them are lost.
 """
 
+import errno
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from trtforge.builder.graph import save_graph
 from trtforge.builder.targets import Progress
 from trtforge.plugins import cpu as plugin
 from trtforge.plugins.errors import EngineFailure
@@ -27,30 +29,27 @@ _FIRST_POOL_INPUT, _FIRST_POOL_OUTPUT = 5, 1  # of KVCacheUpdate: kv_pool, kv_sc
 
 def compile(graph: "ir.Model", directory: Path, progress: Progress) -> Mapping[str, str]:
     """Write model.xml and model.bin. Weights go through a file of ONNX external data, tensor by tensor."""
-    import onnx_ir as ir
     import openvino
 
-    lowered = lower(graph)
     onnx_file = directory / "graph.onnx"
-    weights_file = directory / "graph.onnx.data"
-
-    def advance(tensor: object, info: Any) -> None:
-        progress("weights", info.index, info.total)
-
-    ir.save(lowered, onnx_file, external_data=weights_file.name, callback=advance)
+    save_graph(lower(graph), onnx_file, progress)
     core = openvino.Core()
     plugin.register(core)
-    progress("compile", 0, 1)
+    progress("convert", 0, 1)
     try:
         model = core.read_model(onnx_file)
-        openvino.save_model(model, directory / "model.xml", compress_to_fp16=False)
-        del model
-        core.read_model(directory / "model.xml")  # a file that a full disk cut short does not read back
     except RuntimeError as e:
-        raise EngineFailure(f"{directory}: OpenVINO could not compile the graph: {_reason(e)}") from e
-    onnx_file.unlink()
-    weights_file.unlink()
-    progress("compile", 1, 1)
+        raise EngineFailure(f"OpenVINO could not read the graph: {_reason(e)}") from e
+    try:
+        openvino.save_model(model, directory / "model.xml", compress_to_fp16=False)
+    except RuntimeError as e:
+        raise OSError(
+            errno.EIO, f"OpenVINO could not write model.bin ({_reason(e)}); is the disk full?"
+        ) from e
+    del model
+    for temporary in directory.glob(onnx_file.name + "*"):
+        temporary.unlink()
+    progress("convert", 1, 1)
     return {"openvino": version("openvino")}
 
 
