@@ -5,6 +5,7 @@
 #include <tbb/parallel_for.h>
 #include <tbb/task_arena.h>
 
+#include <algorithm>
 #include <atomic>
 #include <openvino/core/extension.hpp>
 #include <openvino/core/op_extension.hpp>
@@ -45,41 +46,53 @@ class PagedOp : public ov::op::Op {
 public:
     using Op::Op;
 
-protected:
-    int64_t layer_ = 0, num_heads_ = 0, num_kv_heads_ = 0, head_size_ = 0;
-    std::string kv_dtype_ = "fp32";
+    struct Attributes {
+        int64_t layer = 0, num_heads = 1, num_kv_heads = 1, head_size = 1;
+        std::string kv_dtype = "fp32";
+        // PagedAttention's own
+        float scale = 1, softcap = 0;
+        int64_t window = 0;
+    } attributes;
 
+protected:
     void visit_common(ov::AttributeVisitor& visitor) {
-        visitor.on_attribute("layer", layer_);
-        visitor.on_attribute("num_heads", num_heads_);
-        visitor.on_attribute("num_kv_heads", num_kv_heads_);
-        visitor.on_attribute("head_size", head_size_);
+        visitor.on_attribute("layer", attributes.layer);
+        visitor.on_attribute("num_heads", attributes.num_heads);
+        visitor.on_attribute("num_kv_heads", attributes.num_kv_heads);
+        visitor.on_attribute("head_size", attributes.head_size);
     }
 
-    KVDtype dtype() const { return parse_kv_dtype(this, kv_dtype_); }
+    KVDtype dtype() const { return parse_kv_dtype(this, attributes.kv_dtype); }
     size_t num_scales() const { return kv_has_scales(dtype()) ? 1 : 0; }
 
     void check_attributes() const {
-        NODE_VALIDATION_CHECK(this, layer_ >= 0 && head_size_ > 0 && num_kv_heads_ > 0, "layer=", layer_,
-                              ", head_size=", head_size_, ", num_kv_heads=", num_kv_heads_);
-        NODE_VALIDATION_CHECK(this, num_heads_ > 0 && num_heads_ % num_kv_heads_ == 0, "num_kv_heads=", num_kv_heads_,
-                              " does not divide num_heads=", num_heads_);
+        const Attributes& n = attributes;
+        NODE_VALIDATION_CHECK(this, n.layer >= 0 && n.head_size > 0 && n.num_kv_heads > 0, "layer=", n.layer,
+                              ", head_size=", n.head_size, ", num_kv_heads=", n.num_kv_heads);
+        NODE_VALIDATION_CHECK(this, n.num_heads > 0 && n.num_heads % n.num_kv_heads == 0, "num_kv_heads=",
+                              n.num_kv_heads, " does not divide num_heads=", n.num_heads);
+        NODE_VALIDATION_CHECK(this, n.window >= 0 && n.softcap >= 0, "window=", n.window, ", softcap=", n.softcap);
     }
+
+    // The widths of q, and of k and v.
+    int64_t query_width() const { return attributes.num_heads * attributes.head_size; }
+    int64_t key_width() const { return attributes.num_kv_heads * attributes.head_size; }
 
     void check_input(size_t i, const char* name, std::initializer_list<ov::element::Type> types,
                      const ov::PartialShape& shape) const {
         const ov::element::Type type = get_input_element_type(i);
-        NODE_VALIDATION_CHECK(this, type.is_dynamic() || std::find(types.begin(), types.end(), type) != types.end(), name,
-                              " has type ", type, ", want ", *types.begin());
+        const bool known = std::find(types.begin(), types.end(), type) != types.end();
+        NODE_VALIDATION_CHECK(this, known || type.is_dynamic(), name, " has type ", type, ", want ", *types.begin());
         NODE_VALIDATION_CHECK(this, get_input_partial_shape(i).compatible(shape), name, " has shape ",
                               get_input_partial_shape(i), ", want ", shape);
     }
 
     void check_pool(size_t i) const {
+        const Attributes& n = attributes;
         const auto any = ov::Dimension::dynamic();
         check_input(i, "kv_pool", {ov::element::u8},
-                    {any, any, 2, num_kv_heads_, any, head_size_ * kv_bytes(dtype())});
-        if (num_scales()) check_input(i + 1, "kv_scales", {ov::element::f32}, {any, any, 2, num_kv_heads_, any, 1});
+                    {any, any, 2, n.num_kv_heads, any, n.head_size * kv_bytes(dtype())});
+        if (num_scales()) check_input(i + 1, "kv_scales", {ov::element::f32}, {any, any, 2, n.num_kv_heads, any, 1});
     }
 
     // The tensors' memory is written through: it is the caller's own (bound with shared_memory=True).
@@ -92,15 +105,24 @@ protected:
         p.layers = shape[1];
         p.kv_heads = shape[3];
         p.tokens_per_block = shape[4];
-        p.head_size = head_size_;
+        p.head_size = attributes.head_size;
         if (num_scales()) {
             p.scales = const_cast<float*>(in[i + 1].data<const float>());
-            OPENVINO_ASSERT(in[i + 1].get_size() * head_size_ == in[i].get_size(), get_type_info().name,
+            OPENVINO_ASSERT(in[i + 1].get_size() * attributes.head_size == in[i].get_size(), get_type_info().name,
                             ": kv_scales does not fit kv_pool");
         }
         return p;
     }
 };
+
+// The op with the same attributes on other inputs.
+template <class T>
+std::shared_ptr<ov::Node> copy_of(const T& op, const ov::OutputVector& inputs) {
+    auto copy = std::make_shared<T>(inputs);
+    copy->attributes = op.attributes;
+    copy->constructor_validate_and_infer_types();
+    return copy;
+}
 
 }  // namespace
 
@@ -112,23 +134,23 @@ public:
 
     bool visit_attributes(ov::AttributeVisitor& visitor) override {
         visit_common(visitor);
-        visitor.on_attribute("kv_dtype", kv_dtype_);
+        visitor.on_attribute("kv_dtype", attributes.kv_dtype);
         return true;
     }
 
     void validate_and_infer_types() override {
         check_attributes();
         NODE_VALIDATION_CHECK(this, get_input_size() == 6 + num_scales(), "has ", get_input_size(), " inputs, want ",
-                              6 + num_scales(), " for kv_dtype ", kv_dtype_);
+                              6 + num_scales(), " for kv_dtype ", attributes.kv_dtype);
         const auto any = ov::Dimension::dynamic();
-        check_input(0, "q", {ov::element::f32}, {any, num_heads_ * head_size_});
-        check_input(1, "k", {ov::element::f32}, {any, num_kv_heads_ * head_size_});
-        check_input(2, "v", {ov::element::f32}, {any, num_kv_heads_ * head_size_});
+        check_input(0, "q", {ov::element::f32}, {any, query_width()});
+        check_input(1, "k", {ov::element::f32}, {any, key_width()});
+        check_input(2, "v", {ov::element::f32}, {any, key_width()});
         check_input(3, "cos_sin", {ov::element::f32}, {any, any});
         // the CPU plugin turns every i64 of a graph into i32
         check_input(4, "slot_mapping", {ov::element::i64, ov::element::i32}, {any});
         check_pool(5);
-        set_output_type(0, ov::element::f32, {get_input_partial_shape(0)[0], num_heads_ * head_size_});
+        set_output_type(0, ov::element::f32, {get_input_partial_shape(0)[0], query_width()});
     }
 
     std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector& inputs) const override {
@@ -143,9 +165,9 @@ public:
     bool evaluate(ov::TensorVector& out, const ov::TensorVector& in) const override {
         CacheUpdate u;
         u.pool = pool(in, 5);
-        u.layer = layer_;
+        u.layer = attributes.layer;
         u.num_tokens = in[0].get_shape()[0];
-        u.num_heads = num_heads_;
+        u.num_heads = attributes.num_heads;
         u.rotary = in[3].get_shape()[1];
         for (size_t i = 1; i < 5; i++)
             OPENVINO_ASSERT(in[i].get_shape()[0] == size_t(u.num_tokens), "KVCacheUpdate: inputs differ in tokens");
@@ -177,10 +199,10 @@ public:
 
     bool visit_attributes(ov::AttributeVisitor& visitor) override {
         visit_common(visitor);
-        visitor.on_attribute("scale", scale_);
-        visitor.on_attribute("window", window_);
-        visitor.on_attribute("softcap", softcap_);
-        visitor.on_attribute("kv_dtype", kv_dtype_);
+        visitor.on_attribute("scale", attributes.scale);
+        visitor.on_attribute("window", attributes.window);
+        visitor.on_attribute("softcap", attributes.softcap);
+        visitor.on_attribute("kv_dtype", attributes.kv_dtype);
         return true;
     }
 
@@ -188,16 +210,15 @@ public:
         check_attributes();
         const size_t s = num_scales();
         NODE_VALIDATION_CHECK(this, get_input_size() == 6 + s, "has ", get_input_size(), " inputs, want ", 6 + s,
-                              " for kv_dtype ", kv_dtype_);
-        NODE_VALIDATION_CHECK(this, window_ >= 0 && softcap_ >= 0, "window=", window_, ", softcap=", softcap_);
+                              " for kv_dtype ", attributes.kv_dtype);
         const auto any = ov::Dimension::dynamic();
-        check_input(0, "q", {ov::element::f32}, {any, num_heads_ * head_size_});
+        check_input(0, "q", {ov::element::f32}, {any, query_width()});
         check_pool(1);
         check_input(2 + s, "positions", {ov::element::i32}, {any});
         check_input(3 + s, "query_start", {ov::element::i32}, {any});
         check_input(4 + s, "kv_lengths", {ov::element::i32}, {any});
         check_input(5 + s, "block_tables", {ov::element::i32}, {any, any});
-        set_output_type(0, ov::element::f32, {get_input_partial_shape(0)[0], num_heads_ * head_size_});
+        set_output_type(0, ov::element::f32, {get_input_partial_shape(0)[0], query_width()});
     }
 
     std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector& inputs) const override {
@@ -213,16 +234,17 @@ public:
         const size_t s = num_scales();
         Attention a;
         a.pool = pool(in, 1);
-        a.layer = layer_;
+        a.layer = attributes.layer;
         a.num_tokens = in[0].get_shape()[0];
-        a.num_heads = num_heads_;
+        a.num_heads = attributes.num_heads;
         a.num_sequences = in[4 + s].get_shape()[0];
         a.max_blocks = in[5 + s].get_shape()[1];
-        a.scale = scale_;
-        a.softcap = softcap_;
-        a.window = window_;
-        OPENVINO_ASSERT(in[2 + s].get_size() == size_t(a.num_tokens) && in[3 + s].get_size() == size_t(a.num_sequences) + 1 &&
-                            in[5 + s].get_shape()[0] == size_t(a.num_sequences),
+        a.scale = attributes.scale;
+        a.softcap = attributes.softcap;
+        a.window = attributes.window;
+        const size_t tokens = a.num_tokens, sequences = a.num_sequences;
+        OPENVINO_ASSERT(in[2 + s].get_size() == tokens && in[3 + s].get_size() == sequences + 1 &&
+                            in[5 + s].get_shape()[0] == sequences,
                         "PagedAttention: inputs differ in tokens or sequences");
         a.q = in[0].data<const float>();
         a.positions = in[2 + s].data<const int32_t>();
@@ -235,10 +257,6 @@ public:
         paged_attention(a, run_parallel);
         return true;
     }
-
-private:
-    float scale_ = 1, softcap_ = 0;
-    int64_t window_ = 0;
 };
 
 }  // namespace trtforge
