@@ -64,9 +64,7 @@ class Answer:
         return {"output_ids": np.array([[ids]], np.int32), "sequence_length": scalar(len(ids))}
 
     def _performance(self, output: RequestOutput) -> dict[str, NDArray[Any]]:
-        tokens = output.num_prompt_tokens + output.num_output_tokens
-        block = self.facts().tokens_per_block
-        total, reused = -(-tokens // block), output.num_cached_tokens // block
+        total, reused = output.num_kv_blocks, output.num_cached_tokens // self.facts().tokens_per_block
         tensors = {
             "kv_cache_alloc_total_blocks": scalar(total),
             "kv_cache_reused_blocks": scalar(reused),

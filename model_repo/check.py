@@ -93,7 +93,9 @@ def parse(folder: Path, faults: list[Fault]) -> Model | None:
         if not unfilled:
             message = re.sub(r"^\d+:\d+ : ", "", " ".join(str(e).split()))
             named = re.search(r'no field named "([^"]+)"', message)
-            faults.append(Fault(file, named[1] if named else "syntax", message.rstrip(".") + ".", e.GetLine()))
+            faults.append(
+                Fault(file, named[1] if named else "syntax", message.rstrip(".") + ".", e.GetLine())
+            )
         return None
     known = kind_of(folder.name)
     return Model(folder, text, config, known[0] if known else None, known[1] if known else "")
@@ -102,7 +104,9 @@ def parse(folder: Path, faults: list[Fault]) -> Model | None:
 def layout_faults(model: Model) -> Iterator[Fault]:
     config, folder = model.config, model.folder
     if config.name and config.name != folder.name:
-        yield model.fault("name", f"{config.name!r}, but the directory is {folder.name!r}; they must be equal")
+        yield model.fault(
+            "name", f"{config.name!r}, but the directory is {folder.name!r}; they must be equal"
+        )
     versions = sorted(d for d in folder.iterdir() if d.is_dir() and d.name.isdigit())
     if not versions:
         yield Fault(folder, "version", f"no version directory; there must be one, such as {folder.name}/1")
@@ -126,10 +130,14 @@ def config_faults(model: Model) -> Iterator[Fault]:
         yield model.fault("instance_group", "missing: Triton would make one engine for each GPU")
     for group in config.instance_group:
         if group.count != 1:
-            yield model.fault("instance_group.count", f"{group.count}, must be 1: each instance is an engine", "count")
+            yield model.fault(
+                "instance_group.count", f"{group.count}, must be 1: each instance is an engine", "count"
+            )
         if group.kind != pb.ModelInstanceGroup.KIND_CPU:
             kind = pb.ModelInstanceGroup.Kind.Name(group.kind)
-            yield model.fault("instance_group.kind", f"{kind}, must be KIND_CPU: the engine knows its device", "kind")
+            yield model.fault(
+                "instance_group.kind", f"{kind}, must be KIND_CPU: the engine knows its device", "kind"
+            )
 
 
 def tensor_faults(model: Model) -> Iterator[Fault]:
@@ -166,13 +174,19 @@ def engine_faults(model: Model, checksums: bool) -> Iterator[Fault]:
     if model.kind is not Kind.TOKENS:
         return
     key = "parameters.gpt_model_path"
-    raw = model.config.parameters["gpt_model_path"].string_value if "gpt_model_path" in model.config.parameters else ""
+    raw = (
+        model.config.parameters["gpt_model_path"].string_value
+        if "gpt_model_path" in model.config.parameters
+        else ""
+    )
     if UNFILLED.search(raw):
         return  # named already
     for version in sorted(d for d in model.folder.iterdir() if d.is_dir() and d.name.isdigit()):
         engine = version / (raw or parameters.ENGINE_PATH)
         if not engine.is_dir():
-            yield model.fault(key, f"{raw!r}: no engine at {engine}; package the engine again", '"gpt_model_path"')
+            yield model.fault(
+                key, f"{raw!r}: no engine at {engine}; package the engine again", '"gpt_model_path"'
+            )
             continue
         try:
             manifest.load(engine, checksums=checksums)
@@ -186,14 +200,20 @@ def family_faults(models: list[Model]) -> Iterator[Fault]:
     for model in models:
         if model.kind is None or model.kind is Kind.TOKENS:
             continue
-        given = model.config.parameters["engine_model"].string_value if "engine_model" in model.config.parameters else ""
+        given = (
+            model.config.parameters["engine_model"].string_value
+            if "engine_model" in model.config.parameters
+            else ""
+        )
         if UNFILLED.search(given):
             continue
         engine = by_name.get(given)
         if engine is None or engine.kind is not Kind.TOKENS:
             wanted = model_name(Kind.TOKENS, model.prefix)
             yield model.fault(
-                "parameters.engine_model", f"{given!r} is no engine model of this repository; must be {wanted!r}", '"engine_model"'
+                "parameters.engine_model",
+                f"{given!r} is no engine model of this repository; must be {wanted!r}",
+                '"engine_model"',
             )
         elif model.kind in STREAMING and decoupled(model) != decoupled(engine):
             yield model.fault(

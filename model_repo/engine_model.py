@@ -31,7 +31,9 @@ class EngineModel(Front):
         self._report_stop = threading.Event()
         self._report_thread = threading.Thread(target=self._report, name="trtforge-metrics", daemon=True)
         self._report_thread.start()
-        log.info("engine %s is open: %s KV blocks", self.engine.manifest.model["name"], self.engine.num_blocks)
+        log.info(
+            "engine %s is open: %s KV blocks", self.engine.manifest.model["name"], self.engine.num_blocks
+        )
         return self._new_port(self.deliver, "direct")
 
     def finalize(self) -> None:
@@ -52,7 +54,9 @@ class EngineModel(Front):
             metrics = self.engine.metrics()
             self._reporter.update(metrics)
             if last and not metrics.healthy and not stopping:
-                log.error("the engine's thread has ended: every request fails until the model is loaded again")
+                log.error(
+                    "the engine's thread has ended: every request fails until the model is loaded again"
+                )
             last = metrics.healthy
             if stopping:
                 return

@@ -36,6 +36,7 @@ RETRY_SECONDS = 0.05  # between attempts to connect, and to listen while an olde
 PATIENCE_SECONDS = 2.0  # how long a request waits for an engine model that is being loaded
 CALL_SECONDS = 10.0
 HEADER = struct.Struct("<I")
+COUNTS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_kv_blocks")
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -82,11 +83,15 @@ def same_user(connection: socket.socket) -> bool:
 def pack_output(o: RequestOutput) -> list[Any]:
     error = None
     if o.error is not None:
-        e = o.error if isinstance(o.error, ForgeError) else EngineFailure(f"{type(o.error).__name__}: {o.error}")
+        e = (
+            o.error
+            if isinstance(o.error, ForgeError)
+            else EngineFailure(f"{type(o.error).__name__}: {o.error}")
+        )
         error = [getattr(e, "code", e.code_word), e.wire_message()]
     finish = o.finish_reason.value if o.finish_reason else None
     logprobs = [t.logprob for t in o.logprobs]
-    counts = [o.num_prompt_tokens, o.num_cached_tokens, o.num_output_tokens]
+    counts = {f: getattr(o, f) for f in COUNTS}
     return [o.id, o.text, o.token_ids, logprobs, finish, o.stop_reason, error, counts, dict(o.timings)]
 
 
@@ -100,8 +105,8 @@ def unpack_output(packed: list[Any]) -> RequestOutput:
         FinishReason(finish) if finish else None,
         stop_reason,
         RemoteError(*error) if error else None,
-        *counts,
-        timings,
+        timings=timings,
+        **counts,
     )
 
 
@@ -177,7 +182,9 @@ class Server:
             try:
                 self._listener.bind(self._where)
                 break
-            except OSError:  # a reload: the older engine model of this server is unloaded after this one is ready
+            except (
+                OSError
+            ):  # a reload: the older engine model of this server is unloaded after this one is ready
                 self._closing.wait(RETRY_SECONDS)
         number = 0
         try:
@@ -198,7 +205,9 @@ class Server:
     def _serve(self, connection: socket.socket, name: str) -> None:
         self._connections.add(connection)
         writer = Writer(connection, f"trtforge-{name}")
-        port = self._open_port(lambda outputs: writer.send({"outputs": [pack_output(o) for o in outputs]}), name)
+        port = self._open_port(
+            lambda outputs: writer.send({"outputs": [pack_output(o) for o in outputs]}), name
+        )
         writer.send({"facts": asdict(port.facts())})
         try:
             for message in read_frames(connection):
@@ -338,7 +347,9 @@ class SocketPort:
                     self._connected.set()
                 elif future := self._calls.get(message["id"]):
                     error = message.get("error")
-                    future.set_exception(EngineFailure(error)) if error else future.set_result(message["result"])
+                    future.set_exception(EngineFailure(error)) if error else future.set_result(
+                        message["result"]
+                    )
         except OSError as e:
             log.debug("link: %s", e)
         self._connected.clear()
@@ -354,7 +365,9 @@ class SocketPort:
 
     def _finish(self, outputs: Sequence[RequestOutput]) -> None:
         with self._lock:
-            known = [o for o in outputs if o.id in self._running]  # the others have failed with the connection
+            known = [
+                o for o in outputs if o.id in self._running
+            ]  # the others have failed with the connection
             self._running.difference_update([o.id for o in known if o.finished])
         self._deliver(known)
 

@@ -173,7 +173,11 @@ def first_token_seconds(o: RequestOutput) -> float | None:
 
 def seconds_per_token(o: RequestOutput) -> float | None:
     t, tokens = o.timings, o.num_output_tokens - 1
-    return (t["last_token_ns"] - t["first_token_ns"]) / 1e9 / tokens if "last_token_ns" in t and tokens > 0 else None
+    return (
+        (t["last_token_ns"] - t["first_token_ns"]) / 1e9 / tokens
+        if "last_token_ns" in t and tokens > 0
+        else None
+    )
 
 
 DISTRIBUTIONS = (
@@ -193,7 +197,11 @@ DISTRIBUTIONS = (
     ),
     Distribution("trtforge_ttft_seconds", "Time to the first token", {}, SECOND_BOUNDS, first_token_seconds),
     Distribution(
-        "trtforge_seconds_per_token", "Mean time of a request's later tokens", {}, SECOND_BOUNDS, seconds_per_token
+        "trtforge_seconds_per_token",
+        "Mean time of a request's later tokens",
+        {},
+        SECOND_BOUNDS,
+        seconds_per_token,
     ),
 )
 

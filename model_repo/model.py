@@ -20,7 +20,7 @@ from trtforge.model_repo.answer import Answer
 from trtforge.model_repo.parameters import ModelOptions, of_model
 from trtforge.model_repo.port import Port
 from trtforge.model_repo.tensors import Kind
-from trtforge.plugins.errors import Cancelled, EngineFailure, ForgeError
+from trtforge.plugins.errors import Cancelled, EngineFailure, ForgeError, InvalidArgument
 from trtforge.runtime.request import FinishReason, RequestOutput
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,9 @@ class Front:
             self.port = self.open_port(args, self.options)
         except ForgeError as e:
             raise self.pb.TritonModelException(e.wire_message()) from e
-        work: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(self._send_all, (q,)) for q in self._queues]
+        work: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+            (self._send_all, (q,)) for q in self._queues
+        ]
         work.append((self._watch_clients, ()))
         self._threads = [threading.Thread(target=t, args=a, name=t.__name__, daemon=True) for t, a in work]
         for thread in self._threads:
@@ -132,7 +134,7 @@ class Front:
     def _stop(self, job: Job) -> None:
         """A stop request ends the running request of the same id, and is answered by an empty final response."""
         if not job.client_id:
-            raise parse.InvalidArgument("stop needs the request id of the request to stop")
+            raise InvalidArgument("stop needs the request id of the request to stop")
         for other in list(self._jobs.values()):
             if other.client_id == job.client_id:
                 for id in list(other.answers):

@@ -53,7 +53,9 @@ def package(
     else, InvalidArgument for a bad prefix or parameter.
     """
     if prefix and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", prefix):
-        raise InvalidArgument(f"--name {prefix!r}: letters, digits, '_', '.' and '-' only, a letter or digit first")
+        raise InvalidArgument(
+            f"--name {prefix!r}: letters, digits, '_', '.' and '-' only, a letter or digit first"
+        )
     given = dict(parameters or {})
     model_parameters.read(given)
     limits = engine_format.load(engine_dir, checksums=True).limits
@@ -93,7 +95,10 @@ def write_model(
     repository: Path, kind: Kind, prefix: str, decoupled: bool, max_batch_size: int, given: Mapping[str, str]
 ) -> None:
     if kind is Kind.TOKENS:
-        own = {"gpt_model_type": "inflight_fused_batching", "gpt_model_path": model_parameters.ENGINE_PATH} | dict(given)
+        own = {
+            "gpt_model_type": "inflight_fused_batching",
+            "gpt_model_path": model_parameters.ENGINE_PATH,
+        } | dict(given)
         own["gpt_model_path"] = model_parameters.ENGINE_PATH
     else:
         own = {"engine_model": model_name(Kind.TOKENS, prefix)}

@@ -54,10 +54,15 @@ def refuse(key: str, meaning: str, *neutral: str) -> Parameter:
 
 
 PARAMETERS = (
-    honour("gpt_model_type", "`inflight_fused_batching` or `inflight_batching`, the same here; `V1` is refused"),
+    honour(
+        "gpt_model_type", "`inflight_fused_batching` or `inflight_batching`, the same here; `V1` is refused"
+    ),
     honour("gpt_model_path", f"the engine, relative to the version folder; default `{ENGINE_PATH}`"),
     honour("max_tokens_in_paged_kv_cache", "tokens that the KV cache holds"),
-    honour("kv_cache_free_gpu_mem_fraction", "share of the free memory for the KV cache; the smaller of the two counts"),
+    honour(
+        "kv_cache_free_gpu_mem_fraction",
+        "share of the free memory for the KV cache; the smaller of the two counts",
+    ),
     honour("batch_scheduler_policy", "`guaranteed_no_evict` or `max_utilization` (default)"),
     honour("exclude_input_in_output", "`true` (was `false`); `false` puts the prompt first"),
     honour("decoding_mode", "`top_k`, `top_p` and `top_k_top_p` are one; others are refused"),
@@ -194,7 +199,9 @@ def one_of(name: str, choices: tuple[str, ...] | Mapping[str, str]) -> Callable[
     return read_choice
 
 
-def number(name: str, convert: Callable[[str], Any], low: float, high: float) -> Callable[[str], dict[str, Any]]:
+def number(
+    name: str, convert: Callable[[str], Any], low: float, high: float
+) -> Callable[[str], dict[str, Any]]:
     def read_number(raw: str) -> dict[str, Any]:
         try:
             value = convert(raw)

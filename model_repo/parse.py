@@ -77,20 +77,26 @@ def read(
     declared = inputs_by_name(kind)
     size = batch_size(tensors)
     if size > 1 and not decoupled:
-        raise InvalidArgument(f"batch size {size}: a repository that is not decoupled takes one prompt a request")
+        raise InvalidArgument(
+            f"batch size {size}: a repository that is not decoupled takes one prompt a request"
+        )
     rows = []
     for row in range(size):
         options = {declared[n].key: value(declared[n], np.asarray(t)[row]) for n, t in tensors.items()}
         for key, given in shared.items():
             if options.setdefault(key, given) != given:
-                raise InvalidArgument(f"{key} is given twice, as {options[key]!r} and as the parameter {given!r}")
+                raise InvalidArgument(
+                    f"{key} is given twice, as {options[key]!r} and as the parameter {given!r}"
+                )
         refuse_unsupported(kind, options)
         defaults = {"exclude_input_in_output": not echo, "deadline_ms": deadline_ms}
         options = {**{k: v for k, v in defaults.items() if v is not None}, **options}
         ask, wants = read_row(kind, options, row if size > 1 else None)
         if ask.stream and not decoupled:
             name = next(i.name for i in declared.values() if i.key == "stream")
-            raise InvalidArgument(f"{name} is true, but this repository was packaged with --decoupled-mode false")
+            raise InvalidArgument(
+                f"{name} is true, but this repository was packaged with --decoupled-mode false"
+            )
         rows.append((ask, wants))
     return rows
 
@@ -292,7 +298,9 @@ def read_bias_words(options: Mapping[str, Any]) -> tuple[tuple[str, float], ...]
     return tuple((w, float(b)) for w, b in zip(words, weights, strict=True) if w)
 
 
-def read_echo(options: Mapping[str, Any], prompt: Mapping[str, Any], stream: bool) -> str | tuple[int, ...] | None:
+def read_echo(
+    options: Mapping[str, Any], prompt: Mapping[str, Any], stream: bool
+) -> str | tuple[int, ...] | None:
     if stream or options.get("exclude_input_in_output", True):
         return None
     if "messages" in prompt:

@@ -7,12 +7,15 @@ A port never raises for a request: what goes wrong comes back as that request's 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trtforge.model_repo.parse import Ask
 from trtforge.plugins.errors import EngineFailure, ForgeError, InvalidArgument
-from trtforge.runtime.engine import Engine
 from trtforge.runtime.request import FinishReason, GenerationRequest, RequestOutput
+from trtforge.runtime.stream import merge
+
+if TYPE_CHECKING:  # the text models' processes hold no engine
+    from trtforge.runtime.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +68,11 @@ class LocalPort:
     """
 
     def __init__(
-        self, engine: Engine, deliver: Deliver, name: str, on_end: Callable[[RequestOutput], None] = lambda _: None
+        self,
+        engine: "Engine",
+        deliver: Deliver,
+        name: str,
+        on_end: Callable[[RequestOutput], None] = lambda _: None,
     ) -> None:
         self._engine = engine
         self._deliver = deliver
@@ -102,7 +109,10 @@ class LocalPort:
         m = self._engine.manifest
         end_id = m.eos_token_ids[0] if m.eos_token_ids else -1
         return EngineFacts(
-            m.kv.tokens_per_block, m.vocab_size, end_id, m.pad_token_id if m.pad_token_id is not None else end_id
+            m.kv.tokens_per_block,
+            m.vocab_size,
+            end_id,
+            m.pad_token_id if m.pad_token_id is not None else end_id,
         )
 
     def close(self) -> None:
@@ -123,12 +133,12 @@ class LocalPort:
             else:
                 gathered.append(output)
                 if output.finished:
-                    ready.append(merged(id, gathered))
+                    ready.append(replace(merge(gathered), id=id))
         if ready:
             self._deliver(ready)
 
 
-def resolve(engine: Engine, ask: Ask) -> GenerationRequest:
+def resolve(engine: "Engine", ask: Ask) -> GenerationRequest:
     """What needs the tokenizer or the vocabulary: words to token ids, end ids out of range to none."""
     params, tokenizer, vocab = ask.request.params, engine.tokenizer, engine.manifest.vocab_size
     bias: dict[int, float] = {}
@@ -153,7 +163,7 @@ def resolve(engine: Engine, ask: Ask) -> GenerationRequest:
     return replace(ask.request, params=params)
 
 
-def stop_conditions(engine: Engine, ask: Ask) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+def stop_conditions(engine: "Engine", ask: Ask) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
     """(end tokens or None for the model's own, stop texts). A stop sequence of one token is an end token; a longer
     one is matched as text, which also finds it where it was tokenized otherwise."""
     params = ask.request.params
@@ -167,18 +177,5 @@ def stop_conditions(engine: Engine, ask: Ask) -> tuple[tuple[int, ...] | None, t
     return ends, params.stop + tuple(t for t in texts if t)
 
 
-def merged(id: str, outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """All outputs of a request as one: the last one's report, everybody's text and tokens."""
-    return replace(
-        outputs[-1],
-        id=id,
-        text="".join(o.text for o in outputs),
-        token_ids=tuple(t for o in outputs for t in o.token_ids),
-        logprobs=tuple(p for o in outputs for p in o.logprobs),
-    )
-
-
 def failed(id: str, error: Exception) -> RequestOutput:
     return RequestOutput(id, "", (), finish_reason=FinishReason.ERROR, error=error)
-
-

@@ -73,11 +73,32 @@ SAMPLING = (
     Input("end_id", "INT32", (1,), "absent: the model's own end tokens; -1 or past the vocabulary: none"),
     Input("pad_id", "INT32", (1,), "nothing is padded", Use.IGNORE),
     Input("beam_width", "INT32", (1,), "1; there is no beam search", Use.REFUSE, neutral=(0, 1)),
-    Input("num_return_sequences", "INT32", (1,), "1; several sequences are not done yet", Use.REFUSE, neutral=(0, 1)),
-    Input("exclude_input_in_output", "BOOL", (1,), "true (was false); false puts the prompt first, unless streaming"),
+    Input(
+        "num_return_sequences",
+        "INT32",
+        (1,),
+        "1; several sequences are not done yet",
+        Use.REFUSE,
+        neutral=(0, 1),
+    ),
+    Input(
+        "exclude_input_in_output",
+        "BOOL",
+        (1,),
+        "true (was false); false puts the prompt first, unless streaming",
+    ),
     Input("return_log_probs", "BOOL", (1,), "false; gives `cum_log_probs` and `output_log_probs`"),
-    Input("return_context_logits", "BOOL", (1,), "false; logits are not given out", Use.REFUSE, neutral=(False,)),
-    Input("return_generation_logits", "BOOL", (1,), "false; logits are not given out", Use.REFUSE, neutral=(False,)),
+    Input(
+        "return_context_logits", "BOOL", (1,), "false; logits are not given out", Use.REFUSE, neutral=(False,)
+    ),
+    Input(
+        "return_generation_logits",
+        "BOOL",
+        (1,),
+        "false; logits are not given out",
+        Use.REFUSE,
+        neutral=(False,),
+    ),
     Input("return_perf_metrics", "BOOL", (1,), "false; gives `kv_cache_*` and `*_time_ns`"),
     Input("return_num_input_tokens", "BOOL", (1,), "false; gives `num_input_tokens`"),
     Input("return_num_output_tokens", "BOOL", (1,), "false; gives `num_output_tokens`"),
@@ -88,11 +109,15 @@ SAMPLING = (
 
 TEXT_INPUTS = (
     Input("text_input", "STRING", (1,), "the prompt; this or `messages`"),
-    Input("messages", "STRING", (1,), "JSON list of chat turns; the model's own template is applied", new=True),
+    Input(
+        "messages", "STRING", (1,), "JSON list of chat turns; the model's own template is applied", new=True
+    ),
     Input("max_tokens", "INT32", (1,), "new tokens, at least 1", required=True),
-    Input("stream", "BOOL", (1,), "false: one response; true: one for each step, decoupled repositories only"),
-    Input("stop_words", "STRING", (-1,), "texts that end the answer; `\"\"` is none"),
-    Input("bad_words", "STRING", (-1,), "texts that may not appear; `\"\"` is none"),
+    Input(
+        "stream", "BOOL", (1,), "false: one response; true: one for each step, decoupled repositories only"
+    ),
+    Input("stop_words", "STRING", (-1,), 'texts that end the answer; `""` is none'),
+    Input("bad_words", "STRING", (-1,), 'texts that may not appear; `""` is none'),
     Input("top_k", "INT32", (1,), "0, off; greedy if neither top_k, top_p nor min_p is given"),
     Input("top_p", "FP32", (1,), "0, off"),
     Input("embedding_bias_words", "STRING", (-1,), "words whose tokens' logits are changed"),
@@ -109,14 +134,32 @@ BLS_INPUTS = (
 )
 
 TOKEN_INPUTS = (
-    Input("input_ids", "INT32", (-1,), "the prompt's token ids, padded on the right in a batch", required=True),
+    Input(
+        "input_ids", "INT32", (-1,), "the prompt's token ids, padded on the right in a batch", required=True
+    ),
     Input("input_lengths", "INT32", (1,), "how many of them count; absent: all"),
     Input("request_output_len", "INT32", (1,), "new tokens, at least 1", option="max_tokens", required=True),
     Input("streaming", "BOOL", (1,), "false: one response; true: one for each step", option="stream"),
-    Input("stop", "BOOL", (1,), "true ends the running request with the same request id, which answers what it has"),
-    Input("stop_words_list", "INT32", (2, -1), "row 0: ids of all words; row 1: their end offsets, padded with -1"),
+    Input(
+        "stop",
+        "BOOL",
+        (1,),
+        "true ends the running request with the same request id, which answers what it has",
+    ),
+    Input(
+        "stop_words_list",
+        "INT32",
+        (2, -1),
+        "row 0: ids of all words; row 1: their end offsets, padded with -1",
+    ),
     Input("bad_words_list", "INT32", (2, -1), "likewise; sequences that may not appear"),
-    Input("runtime_top_k", "INT32", (1,), "0, off; greedy if neither top-k, top-p nor min_p is given", option="top_k"),
+    Input(
+        "runtime_top_k",
+        "INT32",
+        (1,),
+        "0, off; greedy if neither top-k, top-p nor min_p is given",
+        option="top_k",
+    ),
     Input("runtime_top_p", "FP32", (1,), "0, off", option="top_p"),
     Input("embedding_bias", "FP32", (-1,), "added to the logits; empty or one for each id of the vocabulary"),
     Input("runtime_top_p_min", "FP32", (1,), "never had an effect", Use.IGNORE),
@@ -127,7 +170,13 @@ TOKEN_INPUTS = (
     Input("beam_search_diversity_rate", "FP32", (1,), "for beams only", Use.IGNORE),
     Input("decoder_input_ids", "INT32", (-1,), "sent by old clients to decoder-only models too", Use.IGNORE),
     Input("decoder_input_lengths", "INT32", (1,), "likewise", Use.IGNORE),
-    Input("retention_token_range_starts", "INT32", (-1,), "a hint; the cache evicts what was used longest ago", Use.IGNORE),
+    Input(
+        "retention_token_range_starts",
+        "INT32",
+        (-1,),
+        "a hint; the cache evicts what was used longest ago",
+        Use.IGNORE,
+    ),
     Input("retention_token_range_ends", "INT32", (-1,), "likewise", Use.IGNORE),
     Input("retention_token_range_priorities", "INT32", (-1,), "likewise", Use.IGNORE),
     Input("retention_token_range_durations_ms", "INT32", (-1,), "likewise", Use.IGNORE),
@@ -156,7 +205,9 @@ POSTPROCESSING_INPUTS = (
 #: What both levels answer beside the text or the ids.
 REPORT = (
     Output("cum_log_probs", "FP32", (-1,), "`[1, 1]`, with return_log_probs: the sum so far"),
-    Output("output_log_probs", "FP32", (-1, -1), "`[1, 1, n]`, with return_log_probs: of this response's tokens"),
+    Output(
+        "output_log_probs", "FP32", (-1, -1), "`[1, 1, n]`, with return_log_probs: of this response's tokens"
+    ),
     Output("context_logits", "FP32", (-1, -1), "never sent"),
     Output("generation_logits", "FP32", (-1, -1, -1), "never sent"),
     Output("batch_index", "INT32", (1,), "which prompt of the batch, only if it had several"),
@@ -174,10 +225,19 @@ REPORT = (
     Output("total_accepted_draft_tokens", "INT32", (1,), "never sent"),
     Output("total_draft_tokens", "INT32", (1,), "never sent"),
     Output("finish_reason", "STRING", (-1,), "`[1]`, last response: stop, length or cancelled", new=True),
-    Output("stop_reason", "STRING", (-1,), "`[1]`, last response: the stop word or token id that ended it", new=True),
+    Output(
+        "stop_reason",
+        "STRING",
+        (-1,),
+        "`[1]`, last response: the stop word or token id that ended it",
+        new=True,
+    ),
 )
 
-TEXT_OUTPUTS = (Output("text_output", "STRING", (-1,), "`[1]`, without a batch dimension; a delta if streaming"), *REPORT)
+TEXT_OUTPUTS = (
+    Output("text_output", "STRING", (-1,), "`[1]`, without a batch dimension; a delta if streaming"),
+    *REPORT,
+)
 TOKEN_OUTPUTS = (
     Output("output_ids", "INT32", (-1, -1), "`[1, 1, n]`; only the new ones if streaming"),
     Output("sequence_length", "INT32", (-1,), "`[1, 1]`: n, which may be 0 in a last response"),
@@ -218,7 +278,11 @@ PARAMETER_OPTIONS = {"min_length": "min_tokens", "random_seed": "seed"}
 #: These ask for nothing that is not done anyway, or are set by Triton's own clients.
 PARAMETERS_IGNORED = ("accumulate_tokens", "Streaming", "id", "binary_data_output")
 
-_LORA, _GUIDED, _DRAFT = "LoRA adapters are not done yet", "guided decoding is not done yet", "draft tokens are not done yet"
+_LORA, _GUIDED, _DRAFT = (
+    "LoRA adapters are not done yet",
+    "guided decoding is not done yet",
+    "draft tokens are not done yet",
+)
 _PROMPT_TABLE, _IMAGES = "prompt tuning is not done", "images and video are not done"
 _DISAGGREGATED, _ENCODER = "disaggregated serving is not done", "encoder-decoder models are not done"
 
@@ -229,7 +293,9 @@ UNSUPPORTED: dict[str, str] = {
     **dict.fromkeys(("lora_task_id", "lora_weights", "lora_config"), _LORA),
     **dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), _GUIDED),
     **dict.fromkeys(("draft_input_ids", "draft_logits", "draft_acceptance_threshold"), _DRAFT),
-    **dict.fromkeys(("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"), _DRAFT),
+    **dict.fromkeys(
+        ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"), _DRAFT
+    ),
     **dict.fromkeys(("image_input", "image_url_input", "image_bytes_input", "video_bytes_input"), _IMAGES),
     **dict.fromkeys(("mrope_rotary_cos_sin", "mrope_position_deltas"), _IMAGES),
     **dict.fromkeys(("encoder_input_features", "encoder_output_lengths", "cross_attention_mask"), _ENCODER),
@@ -268,4 +334,6 @@ def inputs_by_name(kind: Kind) -> dict[str, Input]:
 def options_of(kind: Kind) -> dict[str, Input]:
     """Scalar inputs by every name that a request parameter may use for them."""
     named = {i.name: i for i in INPUTS[kind] if i.scalar}
-    return named | {p: replace(named[n], name=p) for p, n in PARAMETER_OPTIONS.items() if n in named}
+    return named | {
+        p: replace(named[n], name=p, option=named[n].key) for p, n in PARAMETER_OPTIONS.items() if n in named
+    }

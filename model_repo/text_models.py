@@ -61,7 +61,9 @@ class TokenizerModel:
             outputs = self.answer(rows(given, declared))
         except ForgeError as e:
             code = getattr(self.pb.TritonError, CODES.get(getattr(e, "code", e.code_word), "INTERNAL"))
-            return self.pb.InferenceResponse(output_tensors=[], error=self.pb.TritonError(e.wire_message(), code))
+            return self.pb.InferenceResponse(
+                output_tensors=[], error=self.pb.TritonError(e.wire_message(), code)
+            )
         wanted = request.requested_output_names()
         return self.pb.InferenceResponse([self.pb.Tensor(n, a) for n, a in outputs.items() if n in wanted])
 
