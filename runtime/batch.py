@@ -67,7 +67,8 @@ def _last(num_logits: int) -> range:
 
 class RotationTable:
     """Rows of cos_sin for one kind of RoPE, computed once per position: [cos | sin] * attention_factor in
-    FP32, the angles too, as the models that were trained with them compute them."""
+    FP32, the angles too, as the models that were trained with them compute them.
+    """
 
     def __init__(self, rope: Rope) -> None:
         self._inv_freq = np.array(rope.inv_freq, np.float32)  # [rotary_dim / 2]

@@ -53,7 +53,8 @@ class BlockPool:
 
         Every block is free or held; the free list holds each free block once; each block's references are the
         tables that it is in, so nothing leaks and nothing is freed that is in use; no table has a block
-        twice."""
+        twice.
+        """
         free = set(self._free)
         assert len(free) == len(self._free), "a block is twice in the free list"
         held: Counter[int] = Counter()

@@ -65,7 +65,8 @@ class KVGroup:
 class KVLayout:
     """The pools, for each group g: `kv_pool.{g}` [num_blocks, layers, 2, kv_heads, tokens_per_block,
     head_size], and for a quantized dtype `kv_scales.{g}` FP32 [num_blocks, layers, 2, kv_heads,
-    tokens_per_block, n]."""
+    tokens_per_block, n].
+    """
 
     dtype: str
     tokens_per_block: int

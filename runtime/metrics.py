@@ -28,9 +28,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    def copy(self) -> "Histogram":
-        return Histogram(self.bounds, list(self.counts), self.sum)
-
     @property
     def count(self) -> int:
         return sum(self.counts)
@@ -60,7 +57,7 @@ class Metrics:
     # counters
     steps: int = 0
     step_rows: int = 0  # requests summed over steps
-    prompt_tokens: int = 0  # prompt tokens of the requests that finished
+    prompt_tokens: int = 0  # of the requests that ended
     output_tokens: int = 0  # tokens given out
     computed_tokens: int = 0  # tokens that went through the executor, recomputed ones too
     preemptions: int = 0

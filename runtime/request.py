@@ -6,7 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
+from math import isfinite
 from typing import Any
+
+from trtforge.plugins.errors import InvalidArgument
+
+#: The most alternatives that a request may ask for at each position.
+MAX_LOGPROBS = 100
 
 
 class FinishReason(str, Enum):
@@ -21,8 +28,9 @@ class SamplingParams:
     """How one request's tokens are chosen, and when it ends.
 
     Order: penalties, temperature, top-k, top-p, min-p (Hugging Face's). The default is greedy: temperature 0.
-    `top_k` 0, `top_p` 1 and `min_p` 0 mean off. What ends a request (an end token, a stop sequence, a stop
-    string) is not part of its output; nothing ends it before `min_tokens`."""
+    `top_k` 0, `top_p` 1 and `min_p` 0 mean off. What ends a request (an end token, a stop string) is not part
+    of its output; nothing ends it before `min_tokens`.
+    """
 
     max_tokens: int = 128
     min_tokens: int = 0
@@ -36,11 +44,39 @@ class SamplingParams:
     seed: int | None = None  # None: a random one
     stop: tuple[str, ...] = ()  # matched on decoded text, excluded from the output
     stop_token_ids: tuple[int, ...] | None = None  # None: the model's own end tokens; (): none
-    stop_sequences: tuple[tuple[int, ...], ...] = ()  # token sequences that end the output
     ignore_eos: bool = False  # the model's own end tokens do not end it
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # None: off; 0: of the chosen token; n: and of the n best
+
+    def check(self, vocab_size: int) -> None:
+        """Raises InvalidArgument for the first value that is out of its range."""
+        self._within("max_tokens", 1, 2**31 - 1)
+        self._within("min_tokens", 0, self.max_tokens)
+        self._within("temperature", 0, 1e6)
+        self._within("top_k", 0, 2**31 - 1)
+        self._within("top_p", 1e-9, 1)
+        self._within("min_p", 0, 1)
+        self._within("repetition_penalty", 1e-6, 1e6)
+        self._within("presence_penalty", -1e6, 1e6)
+        self._within("frequency_penalty", -1e6, 1e6)
+        if self.logprobs is not None:
+            self._within("logprobs", 0, MAX_LOGPROBS)
+        if not all(self.stop):
+            raise InvalidArgument("stop: an empty string would end every text at once")
+        if not all(self.bad_words):
+            raise InvalidArgument("bad_words: an empty sequence")
+        for name, ids in (("bad_words", chain(*self.bad_words)), ("logit_bias", self.logit_bias)):
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise InvalidArgument(f"{name}: token {token} is not in the vocabulary of {vocab_size}")
+        if not all(map(isfinite, self.logit_bias.values())):
+            raise InvalidArgument("logit_bias: a value is not finite")
+
+    def _within(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if not low <= value <= high:  # false for NaN too
+            raise InvalidArgument(f"{name} must be from {low:g} to {high:g}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -50,7 +86,8 @@ class GenerationRequest:
     prompt: encoded by the tokenizer's own rule for special tokens. token_ids: taken as they are. messages:
     chat turns [{"role", "content"}], rendered with the model's own template, which brings its own BOS.
     priority: larger goes first, and is preempted last. deadline: seconds from submission after which the
-    request is ended with DeadlineExceeded."""
+    request is ended with DeadlineExceeded.
+    """
 
     id: str
     prompt: str | None = None
@@ -90,7 +127,8 @@ class Request:
     """A request in flight: it has computed some of its tokens, a step computes some more.
 
     `num_computed` tokens have their K and V in the blocks of `block_tables` (one table per KV group). The
-    token that was sampled last is always still to be computed."""
+    token that was sampled last is always still to be computed.
+    """
 
     id: str
     prompt_ids: list[int]
@@ -103,6 +141,7 @@ class Request:
     deadline: float | None = None  # on time.monotonic's clock
     cache_salt: str = ""
     order: int = 0  # of arrival; the scheduler counts
+    first_scheduled_ns: int = 0  # on the monotonic clock; 0: not yet in a step
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # if asked for, one for each of output_ids
     num_computed: int = 0
@@ -112,7 +151,6 @@ class Request:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    num_excluded: int = 0  # tokens at the end of output_ids that ended it and are not part of the answer
     error: Exception | None = None
 
     @property
@@ -137,7 +175,8 @@ class Request:
 @dataclass(frozen=True)
 class Rows:
     """A request's share of a step: its tokens [start, start + count), and for how many of the last of them
-    logits are wanted (0 in mid-prefill, 1 usually, more for a verified draft)."""
+    logits are wanted (0 in mid-prefill, 1 usually, more for a verified draft).
+    """
 
     request: Request
     start: int
@@ -162,7 +201,8 @@ class RequestOutput:
 
     text: the delta, never half a character and never part of a stop string. token_ids: the tokens, without
     those that ended it (the tokens of a stop string are in). The last output of a request has
-    `finish_reason`; if that is ERROR, `error` has the exception."""
+    `finish_reason`; if that is ERROR, `error` has the exception.
+    """
 
     id: str
     text: str
@@ -174,7 +214,7 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0  # so far
-    num_kv_blocks: int = 0  # blocks of all KV groups that it held at this step
+    num_kv_blocks: int = 0  # blocks of all KV groups that hold its tokens
     # Of the last output only, on the monotonic clock: arrival_ns, first_scheduled_ns, first_token_ns,
     # last_token_ns.
     timings: Mapping[str, int] = field(default_factory=dict)

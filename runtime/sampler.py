@@ -2,7 +2,8 @@
 
 The order is Hugging Face's: logit bias, penalties, bad words and end tokens, then temperature, top-k, top-p,
 min-p. Randomness is counter-based, keyed by (seed, position): a seed gives the same text whatever else is in
-the batch, and after a preemption too."""
+the batch, and after a preemption too.
+"""
 
 from dataclasses import dataclass
 
@@ -25,7 +26,8 @@ class Sampler:
 
     def sample(self, logits: NDArray[np.float32], step: Step) -> list[Sampled | None]:
         """logits [R, vocab]: one for each row that wants one. The result is in the order of `step.rows`, None
-        where no logits were wanted. A row of logits that is not finite fails its own request, no other."""
+        where no logits were wanted. A row of logits that is not finite fails its own request, no other.
+        """
         wanting = [i for i, row in enumerate(step.rows) if row.num_logits]
         assert len(wanting) == len(logits), "one row of logits for each row that wants one"
         result: list[Sampled | None] = [None] * len(step.rows)
@@ -98,7 +100,8 @@ def process(logits: Scores, request: Request) -> Scores:
 
 def _penalize(scores: Scores, request: Request) -> None:
     """Repetition (Keskar et al. 2019) over prompt and output, presence and frequency (OpenAI) over the
-    output."""
+    output.
+    """
     p = request.params
     if p.repetition_penalty != 1.0:
         seen = np.unique(request.prompt_ids + request.output_ids)
@@ -138,7 +141,8 @@ class Candidates:
 
 def candidates(scores: Scores, params: SamplingParams) -> Candidates:
     """Temperature, top-k, top-p and min-p, in this order, on scores [vocab] of which at least one is
-    finite."""
+    finite.
+    """
     threshold = -np.inf
     if 0 < params.top_k < len(scores):
         threshold = np.partition(scores, -params.top_k)[-params.top_k]  # ties with the last one stay
@@ -157,7 +161,8 @@ def _nucleus(left: Candidates, top_p: float) -> Candidates:
     one.
 
     Sorting a whole vocabulary costs milliseconds, so the best few are looked at first, then eight times as
-    many."""
+    many.
+    """
     enough = top_p * left.weights.sum()
     n, count = len(left.tokens), NUCLEUS_FIRST
     while True:

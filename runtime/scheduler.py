@@ -2,7 +2,8 @@
 
 There is no prefill phase and no decode phase: a request has computed some of its tokens, and a step computes
 some more, within a budget of tokens. A step is a transaction: `plan` chooses rows and reserves their blocks;
-then either `commit` takes the sampled tokens in, or `rollback` gives back what holds no computed token."""
+then either `commit` takes the sampled tokens in, or `rollback` gives back what holds no computed token.
+"""
 
 from bisect import insort
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ class Scheduler:
     """Queues and block tables. Both queues are ordered by seniority: priority, then arrival.
 
     Progress: the most senior running request is never preempted and has a row in every step, and what is
-    waiting is admitted in order; so every request ends, whatever joins later with no higher priority."""
+    waiting is admitted in order; so every request ends, whatever joins later with no higher priority.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,8 @@ class Scheduler:
         """The tokens that a request may put out: `max_tokens`, cut to the room that max_seq_len leaves.
 
         Raises InvalidArgument, with the numbers, for a request that could never run. Callable from any
-        thread."""
+        thread.
+        """
         if not num_prompt:
             raise InvalidArgument("the prompt has no tokens; send at least one")
         room = self.limits.max_seq_len - num_prompt
@@ -62,8 +65,8 @@ class Scheduler:
         there = min(pool.num_blocks for pool in self.pools)
         if needed > there:
             raise InvalidArgument(
-                f"the request needs {needed} KV blocks of {self.tokens_per_block} tokens (prompt {num_prompt} + "
-                f"max_tokens {max_tokens}), the pool has {there}; ask for fewer tokens or enlarge the pool"
+                f"the request needs {needed} KV blocks of {self.tokens_per_block} tokens ({num_prompt} of prompt "
+                f"+ {max_tokens} max_tokens), the pool has {there}; ask for fewer or enlarge the pool"
             )
         return max_tokens
 
@@ -89,6 +92,10 @@ class Scheduler:
         request.stop_reason = stop_reason
         request.error = error
 
+    def expired(self, now: float) -> list[Request]:
+        """Those whose deadline has passed."""
+        return [r for r in (*self.running, *self.waiting) if r.deadline is not None and r.deadline <= now]
+
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -100,7 +107,8 @@ class Scheduler:
         """Choose the next step's rows and reserve their blocks. Not empty if there is work.
 
         Rows that generate come first, so a long prompt that joins takes what they leave of the budget, chunk
-        by chunk, and never stops them."""
+        by chunk, and never stops them.
+        """
         rows: dict[Request, Rows] = {}
         self._budget = self.limits.max_num_tokens
         preemptions = self.num_preemptions
@@ -156,7 +164,8 @@ class Scheduler:
 
     def _admissible(self, request: Request) -> bool:
         """Whether the first of the waiting may run now. Blocks for all the tokens that it has are taken at
-        once: a prompt that is half computed when the pool runs out would have been computed for nothing."""
+        once: a prompt that is half computed when the pool runs out would have been computed for nothing.
+        """
         if len(self.running) >= self.limits.max_batch_size or not self._budget:
             return False
         if self.evicts:
@@ -191,7 +200,8 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Free what a request holds; it waits, and then computes prompt and output again, as one prompt.
-        Nothing that it has put out is lost or put out again."""
+        Nothing that it has put out is lost or put out again.
+        """
         assert self.evicts, "guaranteed_no_evict promised blocks that are not there"
         assert len(self.running) > 1, "a request alone fits: check_fits"
         self.running.remove(request)
@@ -209,19 +219,11 @@ class Scheduler:
             del table[keep:]
 
     def _end(self, request: Request) -> None:
-        """End a request whose last token says so. What ends it is left out of the answer."""
-        params, output = request.params, request.output_ids
-        if output[-1] in request.end_ids and len(output) > params.min_tokens:
-            request.num_excluded = 1
+        """End a request whose last token says so."""
+        output = request.output_ids
+        if output[-1] in request.end_ids and len(output) > request.params.min_tokens:
             self.finish(request, FinishReason.STOP, stop_reason=output[-1])
-            return
-        for sequence in params.stop_sequences:
-            n = len(sequence)
-            if len(output) - n >= params.min_tokens and tuple(output[-n:]) == sequence:
-                request.num_excluded = n
-                self.finish(request, FinishReason.STOP, stop_reason=sequence[0] if n == 1 else None)
-                return
-        if len(output) >= request.max_tokens:
+        elif len(output) >= request.max_tokens:
             self.finish(request, FinishReason.LENGTH)
 
     # -- invariants

@@ -1,0 +1,112 @@
+"""Text to token ids and back, by the files of an engine directory."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtforge.plugins.errors import EngineFormatError, InvalidArgument
+from trtforge.runtime.detokenizer import TokenBytes
+
+if TYPE_CHECKING:
+    from trtforge.runtime.chat_template import ChatTemplate
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+
+
+class Tokenizer:
+    """tokenizer_json: in the format of the `tokenizers` library. config: tokenizer_config.json."""
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        config: Mapping[str, Any],
+        template: str | None = None,
+        where: str = TOKENIZER,
+    ) -> None:
+        from tokenizers import Tokenizer as Fast
+
+        try:
+            self._fast = Fast.from_str(tokenizer_json)
+        except Exception as e:  # the library raises Exception itself
+            raise EngineFormatError(f"{where}: the tokenizer cannot be read: {e}") from e
+        self._fast.no_padding()
+        self._fast.no_truncation()
+        self._json = tokenizer_json
+        self._config = config
+        self._template = template
+        self._where = where
+        self._bos_id = self._fast.token_to_id(self.special_tokens.get("bos_token", ""))
+
+    @classmethod
+    def load(cls, engine_dir: Path) -> "Tokenizer":
+        """Raises EngineFormatError for files that are not there or damaged."""
+        path = engine_dir / TOKENIZER
+        config, template = engine_dir / TOKENIZER_CONFIG, engine_dir / CHAT_TEMPLATE
+        try:
+            return cls(
+                path.read_text("utf-8"),
+                json.loads(config.read_text("utf-8")) if config.is_file() else {},
+                template.read_text("utf-8") if template.is_file() else None,
+                str(path),
+            )
+        except (OSError, ValueError) as e:
+            raise EngineFormatError(f"{engine_dir}: the tokenizer cannot be read: {e}") from e
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Of the config: name (bos_token, eos_token, ...) -> text. A text may lie in an object with
+        `content`.
+        """
+        texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in self._config.items()}
+        return {k: v for k, v in texts.items() if k.endswith("_token") and isinstance(v, str)}
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._fast.get_vocab_size())
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """By the tokenizer's own rule for special tokens, but never with two BOS: text that brings its own
+        gets no other. Raises InvalidArgument for text that is not valid Unicode.
+        """
+        try:
+            ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as e:
+            raise InvalidArgument(f"the text is not valid Unicode: {e}") from e
+        if add_special_tokens and self._bos_id is not None:
+            if ids[:1] != [self._bos_id] and self._config.get("add_bos_token"):
+                ids.insert(0, self._bos_id)
+            elif ids[:2] == [self._bos_id] * 2:
+                del ids[0]
+        return list(ids)
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Chat turns through the model's own template, which brings all the special tokens that it wants.
+
+        Raises InvalidArgument if the model has no template, or for messages that it refuses.
+        """
+        return self.encode(self.chat_template.render(messages), add_special_tokens=False)
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The whole text of these tokens by the `tokenizers` library; a stream goes through `Detokenizer`."""
+        return str(self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    @cached_property
+    def chat_template(self) -> "ChatTemplate":
+        from trtforge.runtime.chat_template import ChatTemplate
+
+        if self._template is None:
+            raise InvalidArgument("the model has no chat template; send a prompt in place of messages")
+        return ChatTemplate(self._template, self.special_tokens, self._where)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The table that detokenizers share."""
+        return TokenBytes.from_tokenizer_json(json.loads(self._json), self._where)
