@@ -43,5 +43,5 @@ FAMILY = Family(
         "self_attn.qkv_proj": ("attention.q", "attention.k", "attention.v"),
         "mlp.gate_up_proj": ("mlp.gate", "mlp.up"),
     },
-    gguf=GGUFNames("phi3"),
+    gguf=GGUFNames("phi3", names={"ffn_up": "mlp.gate_up_proj"}),
 )
