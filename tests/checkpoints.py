@@ -160,11 +160,15 @@ def _randomize(model: Any) -> None:
     """Weights that show mistakes: sharp matrices, norms and biases off their neutral values."""
     import torch
 
+    # Embeddings that the model scales up are smaller by as much: else each token would predict itself.
+    scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
                 weight.add_(torch.randn_like(weight) * 0.2)
-            elif "embed_tokens" in name or "lm_head" in name:
+            elif "embed_tokens" in name:
+                weight.normal_(0.0, 0.3 / scale)
+            elif "lm_head" in name:
                 weight.normal_(0.0, 0.3)
             else:
                 weight.normal_(0.0, 1.5 / math.sqrt(weight.shape[1]))
