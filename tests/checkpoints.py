@@ -133,6 +133,34 @@ VARIANTS: dict[str, Variant] = {
         },
         length=40,
     ),
+    "gemma3": Variant(
+        "Gemma3",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 20,
+            "tie_word_embeddings": True,
+        },
+        length=40,
+    ),
+    "gemma3-untied": Variant(
+        "Gemma3",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 16,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "final_logit_softcapping": 5.0,
+        },
+        length=40,
+    ),
 }
 
 
