@@ -23,7 +23,16 @@ SOURCES = ROOT / "plugins" / "cpu"
 KERNELS = ("kv_cache_update.cpp", "paged_attention.cpp")
 SHARED = ("kernels.cpp", "openvino_ops.cpp")
 ISA_FLAGS = {"generic": [], "avx2": ["-mavx2", "-mfma", "-mf16c"]}
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+]
 
 
 def find_compiler() -> str:
@@ -36,7 +45,9 @@ def find_compiler() -> str:
 def find_openvino() -> Path:
     spec = importlib.util.find_spec("openvino")
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("trtforge: openvino is not installed; run pip without --no-build-isolation, or install it first")
+        raise SystemExit(
+            "trtforge: openvino is not installed; run pip without --no-build-isolation, or install it first"
+        )
     return Path(spec.submodule_search_locations[0])
 
 
@@ -44,7 +55,9 @@ def shared_library(libs: Path, pattern: str) -> str:
     """The file name, which is the soname, of the one library that matches."""
     found = sorted(p.name for p in libs.glob(pattern) if not p.is_symlink())
     if len(found) != 1:
-        raise SystemExit(f"trtforge: {libs} holds {found or 'no'} {pattern}; install the openvino that pyproject.toml pins")
+        raise SystemExit(
+            f"trtforge: {libs} holds {found or 'no'} {pattern}; install the openvino that pyproject.toml pins"
+        )
     return found[0]
 
 
@@ -59,12 +72,16 @@ def compile_objects(compiler: str, openvino: Path, objects: Path) -> list[Path]:
     headers = b"".join(p.read_bytes() for p in sorted(SOURCES.glob("*.hpp")))
     isas = ISA_FLAGS if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
     jobs = [(source, ["-isystem", str(openvino / "include")], "") for source in SHARED]
-    jobs += [(source, [*flags, f"-DTRTFORGE_ISA={isa}"], isa) for isa, flags in isas.items() for source in KERNELS]
+    jobs += [
+        (source, [*flags, f"-DTRTFORGE_ISA={isa}"], isa) for isa, flags in isas.items() for source in KERNELS
+    ]
 
     def compile_one(job: tuple[str, list[str], str]) -> Path:
         source, flags, isa = job
         command = [compiler, *FLAGS, *flags, "-c", str(SOURCES / source)]
-        digest = hashlib.sha256(repr(command).encode() + headers + (SOURCES / source).read_bytes()).hexdigest()[:16]
+        digest = hashlib.sha256(
+            repr(command).encode() + headers + (SOURCES / source).read_bytes()
+        ).hexdigest()[:16]
         target = objects / f"{Path(source).stem}{'-' * bool(isa)}{isa}-{digest}.o"
         if not target.exists():
             part = target.with_suffix(".part")
@@ -85,10 +102,8 @@ def link(compiler: str, openvino: Path, objects: list[Path], library: Path) -> N
     rpath = "-Wl,-rpath,$ORIGIN/../../../openvino/libs"
     library.parent.mkdir(parents=True, exist_ok=True)
     part = library.with_suffix(".part")
-    run(
-        [compiler, "-shared", "-o", str(part), *map(str, objects), f"-L{libs}", *(f"-l:{n}" for n in names), rpath]
-        + ["-Wl,--no-undefined", "-Wl,-s"]
-    )
+    flags = [f"-L{libs}", *(f"-l:{name}" for name in names), rpath, "-Wl,--no-undefined", "-Wl,-s"]
+    run([compiler, "-shared", "-o", str(part), *map(str, objects), *flags])
     part.rename(library)  # atomic: a running process keeps the library that it has mapped
 
 

@@ -1,8 +1,8 @@
 """The ops that are ours: `OPS` maps each op's name to its one declaration (see opdef.py)."""
 
-from .kv_cache_update import KV_CACHE_UPDATE
-from .opdef import DOMAIN, DOMAIN_VERSION, OPSET, OpDef
-from .paged_attention import PAGED_ATTENTION
+from trtforge.plugins.kv_cache_update import KV_CACHE_UPDATE
+from trtforge.plugins.opdef import DOMAIN, DOMAIN_VERSION, OPSET, OpDef
+from trtforge.plugins.paged_attention import PAGED_ATTENTION
 
 __all__ = ["DOMAIN", "DOMAIN_VERSION", "OPS", "OPSET", "OpDef"]
 

@@ -1,8 +1,8 @@
 """KVCacheUpdate: rotate Q and K, put K and V into the paged cache."""
 
-from .kv_codec import encode
-from .kv_dtypes import KVDtype
-from .opdef import ACTIVATION, KV_POOL, Attribute, OpDef, Port
+from trtforge.plugins.kv_codec import encode
+from trtforge.plugins.kv_dtypes import KVDtype
+from trtforge.plugins.opdef import ACTIVATION, KV_POOL, Attribute, OpDef, Port
 
 
 def _rotate(x: str, heads: str) -> str:
@@ -58,7 +58,7 @@ k_part = Unsqueeze (k_rotated_3d, one)
 v_part = Unsqueeze (v_heads, one)
 encode_in = Concat <axis = 1> (k_part, v_part)
 {encode(kv)}
-# row of the pool seen as [num_blocks * layers * 2 * num_kv_heads * tokens_per_block, head_size]: [T, 2, num_kv_heads, 1]
+# rows [T, 2, num_kv_heads, 1] of the pool seen as [num_blocks * .. * tokens_per_block, head_size]
 layers = Shape <start = 1, end = 2> (kv_pool)
 tokens_per_block = Shape <start = 4, end = 5> (kv_pool)
 layer = Constant <value_int: int = @layer> ()

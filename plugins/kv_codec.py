@@ -6,7 +6,7 @@ syntax; names that they define begin with `encode_` or `decode_`, so that they m
 
 import math
 
-from .kv_dtypes import KVDtype
+from trtforge.plugins.kv_dtypes import KVDtype
 
 _FP16_MAX = 65504.0
 _E4M3_MIN_EXPONENT = -6  # of normal numbers; three mantissa bits

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .errors import InvalidArgument
-from .kv_dtypes import KV_DTYPES, KVDtype
+from trtforge.plugins.errors import InvalidArgument
+from trtforge.plugins.kv_dtypes import KV_DTYPES, KVDtype
 
 if TYPE_CHECKING:
     import onnx
@@ -129,13 +129,17 @@ class OpDef:
             made.append(ir.Value(name=outputs[i] if outputs else None, type=dtype, shape=shape))
         node_attributes = [_ir_attribute(a, values[a.name]) for a in self.attributes]
         ordered = [inputs[p.name] for p in in_ports]
-        return ir.Node(DOMAIN, self.name, ordered, node_attributes, outputs=made, version=DOMAIN_VERSION, name=name)
+        return ir.Node(
+            DOMAIN, self.name, ordered, node_attributes, outputs=made, version=DOMAIN_VERSION, name=name
+        )
 
     def complete(self, attributes: Mapping[str, AttributeValue]) -> dict[str, AttributeValue]:
         """The attributes with defaults filled in, in the declared order; raises InvalidArgument."""
         known = {a.name for a in self.attributes}
         if extra := sorted(set(attributes) - known):
-            raise InvalidArgument(f"{self.name}: no attribute {extra[0]!r}; it has {', '.join(sorted(known))}")
+            raise InvalidArgument(
+                f"{self.name}: no attribute {extra[0]!r}; it has {', '.join(sorted(known))}"
+            )
         values: dict[str, AttributeValue] = {}
         for a in self.attributes:
             value = attributes.get(a.name, a.default)
@@ -163,7 +167,9 @@ class OpDef:
             if shape is None:
                 continue
             if len(shape) != len(port.shape):
-                raise InvalidArgument(f"{self.name}: {port.name} has rank {len(shape)}, want {_shape_text(port)}")
+                raise InvalidArgument(
+                    f"{self.name}: {port.name} has rank {len(shape)}, want {_shape_text(port)}"
+                )
             for declared, actual in zip(port.shape, shape, strict=True):
                 want = _evaluate(declared, attributes, bound)
                 if isinstance(want, int) and isinstance(actual, int) and want != actual:
@@ -189,7 +195,7 @@ def _kv(name: str) -> KVDtype:
     return KV_DTYPES[name]
 
 
-def _evaluate(dim: int | str, attributes: Mapping[str, AttributeValue], bound: Mapping[str, object]) -> object:
+def _evaluate(dim: int | str, attributes: Mapping[str, AttributeValue], bound: Mapping[str, object]) -> Any:
     """An int when it is known, else the symbol's meaning in this node, else the symbol."""
     if isinstance(dim, int):
         return dim

@@ -1,8 +1,8 @@
 """PagedAttention: attention of packed queries over a paged cache."""
 
-from .kv_codec import decode
-from .kv_dtypes import KVDtype
-from .opdef import ACTIVATION, KV_POOL, Attribute, OpDef, Port
+from trtforge.plugins.kv_codec import decode
+from trtforge.plugins.kv_dtypes import KVDtype
+from trtforge.plugins.opdef import ACTIVATION, KV_POOL, Attribute, OpDef, Port
 
 
 def _fetch(pool: str, out: str) -> str:
@@ -135,11 +135,23 @@ PAGED_ATTENTION = OpDef(
             quantized=True,
         ),
         Port("positions", "INT32", ("T",), "position of each token in its sequence"),
-        Port("query_start", "INT32", ("B + 1",), "cumulative query lengths: sequence b has rows query_start[b] to query_start[b + 1]"),
+        Port(
+            "query_start",
+            "INT32",
+            ("B + 1",),
+            "cumulative query lengths: sequence b has rows query_start[b] to query_start[b + 1]",
+        ),
         Port("kv_lengths", "INT32", ("B",), "tokens of each sequence in the cache, this step's included"),
-        Port("block_tables", "INT32", ("B", "max_blocks"), "block of each tokens_per_block positions; unused entries are 0"),
+        Port(
+            "block_tables",
+            "INT32",
+            ("B", "max_blocks"),
+            "block of each tokens_per_block positions; unused entries are 0",
+        ),
     ),
-    outputs=(Port("attention", ACTIVATION, ("T", "num_heads * head_size"), "softmax(scale * q k) v of each head"),),
+    outputs=(
+        Port("attention", ACTIVATION, ("T", "num_heads * head_size"), "softmax(scale * q k) v of each head"),
+    ),
     attributes=(
         Attribute("layer", int, "index of the layer inside the pool"),
         Attribute("num_heads", int, "query heads"),
@@ -147,7 +159,9 @@ PAGED_ATTENTION = OpDef(
         Attribute("head_size", int, "elements per head"),
         Attribute("scale", float, "factor of the scores"),
         Attribute("window", int, "keys that a query sees, its own included; 0: all before it", default=0),
-        Attribute("softcap", float, "scores become softcap * tanh(score / softcap); 0: as they are", default=0.0),
+        Attribute(
+            "softcap", float, "scores become softcap * tanh(score / softcap); 0: as they are", default=0.0
+        ),
         Attribute("kv_dtype", str, "type of the cache's elements"),
     ),
     body=_body,

@@ -75,7 +75,7 @@ bool force_isa(const char* name) {
 
 const char* find_fault(const CacheUpdate& u) {
     if (u.layer < 0 || u.layer >= u.pool.layers) return "layer lies outside the pool";
-    if (u.rotary < 0 || u.rotary % 2 || u.rotary > u.pool.head_size) return "cos_sin must have an even width, at most head_size";
+    if (u.rotary % 2 || u.rotary > u.pool.head_size) return "cos_sin must have an even width, at most head_size";
     const int64_t slots = u.pool.num_blocks * u.pool.tokens_per_block;
     for (int64_t t = 0; t < u.num_tokens; t++)
         if (u.slots[t] < 0 || u.slots[t] >= slots) return "slot_mapping has a slot outside the pool";
