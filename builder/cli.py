@@ -6,6 +6,7 @@ This is the one place where a ForgeError becomes a line and an exit code.
 
 import importlib
 import json
+import logging
 import select
 import signal
 import sys
@@ -60,6 +61,7 @@ class Root(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
+        logging.basicConfig(format="%(levelname)s: %(message)s")
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()

@@ -56,7 +56,7 @@ class ContextPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All sizes in bytes. `impossible` holds why what was asked cannot be; it is empty if it can."""
+    """All sizes in bytes. `impossible` says why what was asked cannot be, and is empty if it can."""
 
     model: str
     family: str
@@ -80,6 +80,7 @@ class Plan:
     recipes: tuple[RecipePlan, ...]
     kv_dtypes: tuple[KVPlan, ...]
     impossible: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> Mapping[str, Any]:
         return asdict(self)
@@ -92,9 +93,9 @@ def matrix_bytes(outputs: int, inputs: int, quant: QuantSpec, float_bytes: int) 
     if quant.weights == "int8":
         return outputs * (inputs + 4)
     group = next((g for g in INT4_GROUPS if g <= quant.group_size and inputs % g == 0), inputs)
-    groups = inputs // group
-    zero_points = 0 if quant.symmetric else groups // 2 + groups % 2
-    return outputs * (inputs // 2 + groups * 4 + zero_points)
+    groups = outputs * (inputs // group)
+    zero_points = 0 if quant.symmetric else -(-groups // 2)
+    return outputs * inputs // 2 + groups * 4 + zero_points
 
 
 def plan_recipe(spec: ModelSpec, quant: QuantSpec, device: Device) -> RecipePlan:
@@ -164,6 +165,12 @@ def plan(spec: ModelSpec, config: BuildConfig, device: Device) -> Plan:
         plan_context(spec, config, device, recipe, dtype, blocks, context)
         for context in context_steps(config.limits.max_seq_len)
     )
+    warnings = []
+    if config.limits.max_seq_len > spec.max_position_embeddings:
+        warnings.append(
+            f"max_seq_len {config.limits.max_seq_len} is beyond the {spec.max_position_embeddings} positions that "
+            "the model was made for"
+        )
     return Plan(
         model=spec.name,
         family=spec.family,
@@ -184,7 +191,8 @@ def plan(spec: ModelSpec, config: BuildConfig, device: Device) -> Plan:
         contexts=contexts,
         recipes=recipe_plans,
         kv_dtypes=kv_plans,
-        impossible=tuple(impossibilities(spec, config, device, recipe, kv, workspace, blocks)),
+        impossible=tuple(impossibilities(config, device, recipe, kv, workspace, blocks)),
+        warnings=tuple(warnings),
     )
 
 
@@ -212,22 +220,11 @@ def context_steps(longest: int) -> list[int]:
 
 
 def impossibilities(
-    spec: ModelSpec,
-    config: BuildConfig,
-    device: Device,
-    recipe: RecipePlan,
-    kv: KVPlan,
-    workspace: int,
-    blocks: int,
+    config: BuildConfig, device: Device, recipe: RecipePlan, kv: KVPlan, workspace: int, blocks: int
 ) -> list[str]:
     """Why what was asked cannot be, each with the numbers and what would do."""
     reasons = [reason for reason in (recipe.impossible, kv.impossible) if reason]
     longest = config.limits.max_seq_len
-    if longest > spec.max_position_embeddings:
-        reasons.append(
-            f"max_seq_len {longest}: the model was trained for {spec.max_position_embeddings} positions; "
-            f"lower --max-seq-len"
-        )
     needed = recipe.weight_bytes + workspace
     if needed > device.memory:
         reasons.append(
@@ -266,4 +263,5 @@ def as_text(p: Plan) -> str:
     lines += ["KV dtype    " + ", ".join(f"{k.name} {k.bytes_per_token} B/token" for k in p.kv_dtypes)]
     reasons = [r.impossible for r in p.recipes] + [k.impossible for k in p.kv_dtypes]
     lines += [f"not here: {reason}" for reason in reasons if reason and reason not in p.impossible]
+    lines += [f"warning: {warning}" for warning in p.warnings]
     return "\n".join([*lines, *(f"impossible: {reason}" for reason in p.impossible)])

@@ -28,7 +28,9 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 
 @pytest.fixture(scope="session")
-def tiny_engine(tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_engine(
+    tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
     """(variant, **BuildConfig fields) -> an engine directory of it; built once per arguments, for reading only.
 
     Fields of Limits may be given beside those of BuildConfig.

@@ -52,4 +52,6 @@ def test_the_manifest_is_standard_library_only() -> None:
 
     for name, line in tree.imports(tree.Path("runtime/manifest.py")):
         top = name.split(".")[0]
-        assert top in sys.stdlib_module_names or top == "trtforge", f"runtime/manifest.py:{line}: imports {name}"
+        assert top in sys.stdlib_module_names or top == "trtforge", (
+            f"runtime/manifest.py:{line}: imports {name}"
+        )

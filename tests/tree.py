@@ -14,7 +14,11 @@ PARTS = ("builder", "plugins", "runtime", "model_repo")
 def files() -> tuple[Path, ...]:
     """All files of the project, relative to its root: what git tracks, and what is new and not ignored."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.split("\n")
     return tuple(sorted(Path(name) for name in listed if name and (ROOT / name).is_file()))
 
