@@ -56,7 +56,8 @@ def address(engine_model: str) -> str:
     """The abstract address of an engine model within this server: all its models' processes have one parent."""
     server = os.getppid()
     started = Path(f"/proc/{server}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    return f"\0trtforge/{os.getuid()}/{server}.{started}/{engine_model}"
+    namespace = os.readlink("/proc/self/ns/pid")  # containers may share a network, and so abstract sockets
+    return f"\0trtforge/{namespace}/{server}.{started}/{engine_model}"
 
 
 def send_frame(connection: socket.socket, message: Any) -> None:
