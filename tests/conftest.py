@@ -8,6 +8,7 @@ from typing import Any
 import checkpoints
 import numpy as np
 import pytest
+import tree
 
 
 @pytest.fixture
@@ -52,9 +53,9 @@ def tiny_engine(
 @pytest.fixture(scope="session")
 def real_gguf() -> Path:
     """SmolLM2-135M-Instruct (Q4_1, 98 MB), fetched once as `make demo` does; for tests marked slow."""
-    from trtforge.model_repo.demo import fetch_model
+    from trtforge.model_repo.demo import fetch_demo_model
 
-    return fetch_model()
+    return fetch_demo_model(tree.ROOT / ".cache")
 
 
 @pytest.fixture(scope="session")

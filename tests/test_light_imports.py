@@ -27,9 +27,8 @@ def heavy(modules: set[str]) -> set[str]:
 
 
 def help_of(*args: str) -> tuple[str, set[str]]:
-    return run_and_list_modules(
-        f"from trtforge.builder.cli import main\nmain({[*args, '--help']!r}, prog_name='trtforge', standalone_mode=False)"
-    )
+    call = f"main({[*args, '--help']!r}, prog_name='trtforge', standalone_mode=False)"
+    return run_and_list_modules(f"from trtforge.builder.cli import main\n{call}")
 
 
 def test_the_probe_sees_imports() -> None:

@@ -30,7 +30,7 @@ def test_every_folder_with_modules_is_a_package() -> None:
 
 
 def test_no_part_can_be_imported_by_its_bare_name(tmp_path: Path) -> None:
-    code = "import importlib.util as u; print([n for n in ('builder', 'plugins', 'runtime', 'model_repo') if u.find_spec(n)])"
+    code = f"import importlib.util as u; print([name for name in {tree.PARTS} if u.find_spec(name)])"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
