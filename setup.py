@@ -128,6 +128,12 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("trtforge.plugins.cpu.libtrtforge_cpu", sources=[])],
+    ext_modules=[
+        Extension(
+            "trtforge.plugins.cpu.libtrtforge_cpu",
+            sources=[],
+            depends=[str(p.relative_to(ROOT)) for p in sorted(SOURCES.glob("*.[ch]pp"))],  # go into the sdist
+        )
+    ],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
 )
