@@ -57,7 +57,8 @@ class Batcher:
         self, tables: NDArray[np.int32], request: NDArray[np.int64], positions: NDArray[np.int32]
     ) -> NDArray[np.int64]:
         block, offset = np.divmod(positions, self._tokens_per_block)
-        return tables[request, block].astype(np.int64) * self._tokens_per_block + offset
+        slots: NDArray[np.int64] = tables[request, block].astype(np.int64) * self._tokens_per_block + offset
+        return slots
 
 
 def _last(num_logits: int) -> range:

@@ -1,0 +1,190 @@
+"""How fast an engine is, beside what the machine's memory would allow."""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trtforge.plugins.errors import InvalidArgument
+from trtforge.runtime.config import EngineConfig
+from trtforge.runtime.engine import Engine
+from trtforge.runtime.manifest import Manifest
+from trtforge.runtime.request import GenerationRequest, RequestOutput, SamplingParams
+
+_WARM_UP_TOKENS = 4
+_PARTS = ("plan", "run", "sample", "send")
+_BANDWIDTH_BYTES = 256 << 20  # far beyond any cache
+_BANDWIDTH_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rates are of all requests together. Latencies in milliseconds: to the first token, between tokens.
+
+    bytes_per_token: what a decoded token must read: its share of the weights, which a step reads once for all
+    its requests, and the K and V of its own context. bandwidth_share: that, at the rate measured, of
+    read_bytes_per_s.
+    """
+
+    concurrency: int
+    prompt_tokens: int
+    output_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    ttft_ms_p50: float
+    ttft_ms_p99: float
+    itl_ms_p50: float
+    itl_ms_p99: float
+    bytes_per_token: int
+    read_bytes_per_s: float
+    bandwidth_share: float
+    mean_batch: float
+    plan_share: float
+    run_share: float
+    sample_share: float
+    send_share: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in asdict(self).items()}
+
+    def table(self) -> str:
+        rows = [
+            (
+                "requests at once",
+                f"{self.concurrency} x ({self.prompt_tokens} + {self.output_tokens} tokens)",
+            ),
+            ("prefill", f"{self.prefill_tokens_per_s:.1f} tokens/s"),
+            ("decode", f"{self.decode_tokens_per_s:.1f} tokens/s, mean batch {self.mean_batch:.1f}"),
+            ("time to first token", f"p50 {self.ttft_ms_p50:.1f} ms, p99 {self.ttft_ms_p99:.1f} ms"),
+            ("between tokens", f"p50 {self.itl_ms_p50:.1f} ms, p99 {self.itl_ms_p99:.1f} ms"),
+            ("bytes per token", f"{self.bytes_per_token / 1e6:.1f} MB"),
+            ("memory", f"{self.bandwidth_share:.0%} of {self.read_bytes_per_s / 1e9:.1f} GB/s read"),
+            (
+                "time of a step",
+                f"plan {self.plan_share:.1%}, run {self.run_share:.1%}, sample {self.sample_share:.1%}, "
+                f"send {self.send_share:.1%}",
+            ),
+        ]
+        return "\n".join(f"{name:<20}  {value}" for name, value in rows)
+
+
+class Arrivals:
+    """A sink that notes when each request's tokens came, and waits for all of them."""
+
+    def __init__(self, count: int) -> None:
+        self.times: dict[str, list[float]] = {}  # request id -> of each token, on time.perf_counter's clock
+        self._errors: list[Exception] = []
+        self._open = count
+        self._all_ended = threading.Event()
+
+    def __call__(self, outputs: Sequence[RequestOutput]) -> None:
+        now = time.perf_counter()
+        for output in outputs:
+            self.times.setdefault(output.id, []).extend([now] * len(output.token_ids))
+            if output.error is not None:
+                self._errors.append(output.error)
+            self._open -= output.finished
+        if self._open <= 0:
+            self._all_ended.set()
+
+    def wait(self) -> None:
+        """Raises the first error of a request."""
+        self._all_ended.wait()
+        if self._errors:
+            raise self._errors[0]
+
+
+def measure(
+    engine_dir: Path, config: EngineConfig, concurrency: int, prompt_tokens: int, output_tokens: int
+) -> Report:
+    """Run `concurrency` requests at once, after a short warm-up. Raises InvalidArgument if they cannot
+    fit.
+    """
+    bandwidth = read_bandwidth()
+    with Engine.open(engine_dir, config) as engine:
+        if concurrency > engine.limits.max_batch_size:
+            raise InvalidArgument(
+                f"concurrency {concurrency} is above max_batch_size {engine.limits.max_batch_size}"
+            )
+        prompts = np.random.default_rng(0).integers(
+            0, engine.manifest.vocab_size, (concurrency, prompt_tokens)
+        )
+        _run(engine, prompts[:1], _WARM_UP_TOKENS)
+        before = engine.metrics()
+        start, arrivals = _run(engine, prompts, output_tokens)
+        after = engine.metrics()
+        bytes_per_token = decode_bytes(engine.manifest, concurrency, prompt_tokens + output_tokens // 2)
+    times = list(arrivals.times.values())
+    firsts, lasts = [t[0] for t in times], [t[-1] for t in times]
+    # All prompts are computed when the last request has its first token; from then on they only decode, until
+    # the first has its last.
+    decoded = sum(max(firsts) < t <= min(lasts) for request in times for t in request)
+    decode_rate = decoded / max(min(lasts) - max(firsts), 1e-9)
+    gaps = [b - a for request in times for a, b in pairwise(request)]
+    parts = {p: getattr(after, f"{p}_seconds") - getattr(before, f"{p}_seconds") for p in _PARTS}
+    return Report(
+        concurrency=concurrency,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        prefill_tokens_per_s=concurrency * prompt_tokens / (max(firsts) - start),
+        decode_tokens_per_s=decode_rate,
+        ttft_ms_p50=1e3 * percentile([t - start for t in firsts], 50),
+        ttft_ms_p99=1e3 * percentile([t - start for t in firsts], 99),
+        itl_ms_p50=1e3 * percentile(gaps, 50),
+        itl_ms_p99=1e3 * percentile(gaps, 99),
+        bytes_per_token=bytes_per_token,
+        read_bytes_per_s=bandwidth,
+        bandwidth_share=bytes_per_token * decode_rate / bandwidth,
+        mean_batch=(after.step_rows - before.step_rows) / (after.steps - before.steps),
+        **{f"{part}_share": seconds / sum(parts.values()) for part, seconds in parts.items()},
+    )
+
+
+def _run(engine: Engine, prompts: NDArray[np.int64], output_tokens: int) -> tuple[float, Arrivals]:
+    """Submit prompts [requests, tokens] together and wait for all. Gives the time of submission too."""
+    params = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+    arrivals = Arrivals(len(prompts))
+    start = time.perf_counter()
+    for i, prompt in enumerate(prompts.tolist()):
+        engine.submit(GenerationRequest(f"bench-{i}", token_ids=prompt, params=params), sink=arrivals)
+    arrivals.wait()
+    return start, arrivals
+
+
+def decode_bytes(manifest: Manifest, batch: int, context: int) -> int:
+    """Bytes that one decoded token must read in a step of `batch` requests with `context` tokens each."""
+    weights = sum(entry.bytes for name, entry in manifest.files.items() if name.startswith("model."))
+    kv = sum(
+        manifest.kv.block_bytes(g) * min(context, group.window or context)
+        for g, group in enumerate(manifest.kv.groups)
+    )
+    return weights // batch + kv // manifest.kv.tokens_per_block
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that all CPUs together read from memory: the best of a few rounds."""
+    threads = len(os.sched_getaffinity(0))
+    data = np.ones(_BANDWIDTH_BYTES // 8, np.int64)
+    parts = np.array_split(data, threads)
+    best = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(_BANDWIDTH_ROUNDS):
+            start = time.perf_counter()
+            list(pool.map(np.max, parts))  # releases the GIL, one pass, nothing written
+            best = min(best, time.perf_counter() - start)
+    return data.nbytes / best
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile; 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[max(0, ceil(percent / 100 * len(ordered)) - 1)] if ordered else 0.0
