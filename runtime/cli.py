@@ -50,6 +50,7 @@ def generate(
         raise click.UsageError("give either --prompt or --prompts")
     if chat and prompt is None:
         raise click.UsageError('--chat goes with --prompt; lines of --prompts have "messages"')
+    options = _with_bytes(options)
     config = engine_config(options, max_queue_requests=None)
     defaults = sampling_params(options)
     text = None if prompts is None else _read(prompts)
@@ -98,7 +99,7 @@ def bench(
     compares the bytes that a decoded token must move with what this machine reads per second, measured just
     before.
     """
-    config = engine_config(options, max_queue_requests=None)
+    config = engine_config(_with_bytes(options), max_queue_requests=None)
 
     from trtforge.runtime.bench import measure
 
@@ -109,6 +110,14 @@ def bench(
         click.echo(json.dumps(report.to_dict()))
     else:
         click.echo(report.table())
+
+
+def _with_bytes(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with --kv-memory as a number."""
+    from trtforge.builder.units import parse_bytes
+
+    text = options["kv_memory"]
+    return {**options, "kv_memory": None if text is None else parse_bytes(text)}
 
 
 def _submit(llm: "LLM", line: "Line") -> "Stream":

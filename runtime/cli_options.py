@@ -61,13 +61,9 @@ def sampling_options(command: click.Command) -> click.Command:
 
 def engine_config(options: dict[str, Any], **fixed: Any) -> EngineConfig:
     """Take EngineConfig's fields out of a command's options."""
-    from trtforge.builder.units import parse_bytes
-
-    names = [f.name for f in fields(EngineConfig) if f.name in options]
-    values = {name: options.pop(name) for name in names}
-    if values.get("kv_memory") is not None:
-        values["kv_memory"] = parse_bytes(values["kv_memory"])
-    return EngineConfig(**values, **fixed)
+    return EngineConfig(
+        **{f.name: options.pop(f.name) for f in fields(EngineConfig) if f.name in options}, **fixed
+    )
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:

@@ -13,13 +13,15 @@ from trtforge.runtime.manifest import Manifest
 
 class ExecutorLost(EngineFailure):
     """The executor cannot run again: the engine ends all requests and is no longer healthy. Any other
-    exception of `run` ends the requests of that step alone."""
+    exception of `run` ends the requests of that step alone.
+    """
 
 
 @dataclass(frozen=True)
 class StepArrays:
     """The graph's inputs for one step (see docs/graph.md): T tokens of B requests, R rows of logits, G KV
-    groups."""
+    groups.
+    """
 
     token_ids: NDArray[np.int32]  # [T]
     positions: NDArray[np.int32]  # [T]
@@ -41,7 +43,8 @@ class Executor(Protocol):
 
     def run(self, arrays: StepArrays) -> NDArray[np.float32]:
         """Compute one step: K and V of its tokens are written to their slots; logits FP32 [R, vocab] come
-        back, valid until the next run. On an exception no caller may rely on the slots of this step."""
+        back, valid until the next run. On an exception no caller may rely on the slots of this step.
+        """
 
     def close(self) -> None:
         """Free pools and engine; safe to call twice."""

@@ -3,7 +3,8 @@
 Each token is written to its slot of every KV group's pool, and the next token is a hash of all the tokens
 that the block tables lead to. So a wrong block, slot, length or position shows in the text; a window hides
 what lies before it. Everything is integer arithmetic over NumPy arrays: one step of 16 requests takes well
-under a millisecond."""
+under a millisecond.
+"""
 
 import json
 import time
