@@ -8,10 +8,13 @@ tensor with a dynamic first dimension, the bytes of an element folded into the l
 """
 
 import errno
+import math
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from trtforge.builder.graph import save_graph
 from trtforge.builder.targets import Progress
@@ -70,7 +73,62 @@ def lower(graph: "ir.Model") -> "ir.Model":
         if value.name is not None and value.name.startswith("kv_pool."):
             _make_bytes(value)
     model.functions.clear()
+    for node in list(model.graph):
+        _bare_gate(node)
     return model
+
+
+def _bare_gate(gated: "ir.Node") -> None:
+    """activation(gate) * up -> (gate * up) * factor(gate), the same up to rounding.
+
+    OpenVINO would fuse an activation that is the only reader of a linear into it, and run such a linear with a
+    kernel that sums in another order for few rows than for many. One that is not fused always runs with the same
+    kernel, and a row's result is then the same whatever the other rows are.
+    """
+    import onnx_ir as ir
+
+    active = gated.inputs[0].producer() if gated.op_type == "Mul" and gated.inputs[0] is not None else None
+    if active is None:
+        return
+    gate, up = active.inputs[0], gated.inputs[1]
+    if active.op_type == "Mul" and _is(active.inputs[1], "Sigmoid") and _is(gate, "Gemm"):  # SiLU
+        factor, nodes = active.inputs[1], []
+    elif active.op_type == "Gelu" and _is(gate, "Gemm"):
+        factor, nodes = _gelu_factor(gate)
+    else:
+        return
+    product = ir.Node("", "Mul", [gate, up], name=f"{gated.name}.product")
+    gated.prepend([*nodes, product])
+    gated.replace_input_with(0, product.outputs[0])
+    gated.replace_input_with(1, factor)
+    assert gated.graph is not None
+    gated.graph.remove(active, safe=True)
+
+
+def _gelu_factor(gate: "ir.Value") -> tuple["ir.Value", list["ir.Node"]]:
+    """gelu(x) / x = (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) / 2 (Hendrycks and Gimpel 2016)."""
+    import onnx_ir as ir
+
+    nodes: list[ir.Node] = []
+
+    def op(op_type: str, *inputs: ir.Value) -> ir.Value:
+        nodes.append(ir.Node("", op_type, inputs))
+        return nodes[-1].outputs[0]
+
+    def number(value: float) -> ir.Value:
+        tensor = ir.tensor(np.array(value, np.float32))
+        nodes.append(ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)]))
+        return nodes[-1].outputs[0]
+
+    cube = op("Mul", op("Mul", gate, gate), gate)
+    inner = op("Add", gate, op("Mul", cube, number(0.044715)))
+    tanh = op("Tanh", op("Mul", inner, number(math.sqrt(2 / math.pi))))
+    return op("Mul", op("Add", tanh, number(1.0)), number(0.5)), nodes
+
+
+def _is(value: "ir.Value | None", op_type: str) -> bool:
+    producer = value.producer() if value is not None else None
+    return producer is not None and producer.op_type == op_type
 
 
 def _make_bytes(pool: "ir.Value") -> None:
