@@ -1,5 +1,7 @@
 """What is installed: `trtforge.*` and nothing beside it, with every package and every data file."""
 
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -41,18 +43,55 @@ def test_the_version_is_the_installed_one() -> None:
     assert metadata.version("trtforge") == PYPROJECT["project"]["version"]
 
 
+def pip(*args: object) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, args)]
+    run = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built the way a package index would have it: a source distribution of our files, and a wheel from that."""
+    place = tmp_path_factory.mktemp("package")
+    for file in tree.files():
+        (place / "tree" / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tree.ROOT / file, place / "tree" / file)
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(place)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=place / "tree", capture_output=True, check=True)
+    [sdist] = place.glob("*.tar.gz")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", place, sdist)
+    [built] = place.glob("*.whl")
+    return built
+
+
 @pytest.mark.slow
-def test_the_wheel_holds_trtforge_alone(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, tree.ROOT],
-        check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    [wheel] = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+def test_the_wheel_holds_trtforge_and_all_of_it(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {"trtforge", "trtforge-0.1.0.dist-info"}
-    wanted = {
-        f"trtforge/{f}" for f in tree.files()
-        if f.parts[0] in tree.PARTS and (f.suffix in (".py", ".toml") or f.name == "py.typed")
-    }  # fmt: skip
-    assert not wanted - set(names)
-    assert "trtforge/plugins/cpu/libtrtforge_cpu.so" in names
+    sources = {f for f in tree.files() if f.parts[0] in tree.PARTS and f.suffix not in (".cpp", ".hpp")}
+    assert {n for n in names if n.startswith("trtforge/")} == {
+        *(f"trtforge/{f}" for f in sources),
+        "trtforge/plugins/cpu/libtrtforge_cpu.so",
+    }
+    assert "trtforge-0.1.0.dist-info/licenses/LICENSE" in names
+
+
+@pytest.mark.slow
+def test_the_wheel_works_away_from_the_tree(wheel: Path, tmp_path: Path) -> None:
+    pip("install", "--no-deps", "--target", tmp_path / "site", wheel)
+    code = (
+        "from trtforge.builder import cli, recipes; from trtforge.plugins import cpu; import openvino; "
+        "cpu.register(openvino.Core()); print(cli.__file__, *recipes.names())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [
+        str(tmp_path / "site" / "trtforge" / "builder" / "cli.py"),
+        *(f.stem for f in sorted((tree.ROOT / "builder" / "recipes").glob("*.toml"))),
+    ]
