@@ -47,7 +47,8 @@ class Metadata:
         return CheckpointError(f"{self._path}: metadata {self._key(key)!r} {what}; convert the model again")
 
     def text(self, key: str, default: str | None = None) -> str:
-        value = self._values.get(key, default)
+        value = self.get(key)
+        value = default if value is None else value
         if not isinstance(value, str):
             raise self.fault(key, "is missing" if value is None else "is not text")
         return value
@@ -126,11 +127,26 @@ def config_from_metadata(
     config["rms_norm_eps"] = _as_written(epsilon)
     config["hidden_act"] = "silu"
     config["head_dim"] = _head_size(metadata, config)
-    config["sliding_window"] = metadata.size(".attention.sliding_window")
+    config.update(_windows(metadata))
+    for key in ("final_logit_softcapping", "attn_logit_softcapping"):
+        if (cap := metadata.number("." + key)) is not None:
+            config[key] = cap
     for name, source in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         config[f"{name}_token_id"] = metadata.token_id(source)
     config.update(_rope(metadata, config, factors))
     return config
+
+
+def _windows(metadata: Metadata) -> dict[str, Any]:
+    """The sliding window, and the layers that have it: every nth has not, or they are listed one by one."""
+    found: dict[str, Any] = {"sliding_window": metadata.size(".attention.sliding_window")}
+    key = ".attention.sliding_window_pattern"
+    pattern = metadata.get(key)
+    if isinstance(pattern, np.ndarray):
+        found["layer_types"] = ["sliding_attention" if p else "full_attention" for p in pattern.tolist()]
+    elif pattern is not None:
+        found["sliding_window_pattern"] = metadata.size(key)
+    return found
 
 
 def _head_size(metadata: Metadata, config: Mapping[str, Any]) -> int:
@@ -149,7 +165,10 @@ def _rope(
     metadata: Metadata, config: Mapping[str, Any], factors: Mapping[str, NDArray[np.float32]]
 ) -> dict[str, Any]:
     head_size = config["head_dim"]
-    rope: dict[str, Any] = {"rope_theta": metadata.number(".rope.freq_base") or 10000.0}
+    bases = (("rope_theta", ".rope.freq_base"), ("rope_local_base_freq", ".rope.freq_base_swa"))
+    rope: dict[str, Any] = {
+        key: base for key, source in bases if (base := metadata.number(source)) is not None
+    }
     rotary_dim = metadata.size(".rope.dimension_count") or head_size
     if rotary_dim != head_size:
         share = rotary_dim / head_size
