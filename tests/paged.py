@@ -204,27 +204,42 @@ def _bytes_of(value: Any) -> NDArray[np.uint8]:
 
 
 @cache
-def compiled(name: str, case: Case) -> Any:
-    """The op's infer request: an ONNX file of the lowered node, converted, compiled."""
+def core() -> Any:
+    """An OpenVINO core that knows our ops."""
     import openvino
 
     from trtforge.plugins import cpu
 
     core = openvino.Core()
     cpu.register(core)
+    return core
+
+
+def read_lowered(name: str, case: Case) -> Any:
+    """OpenVINO's model of the one node as the CPU target lowers it: pools are bytes, and no outputs."""
     in_types, _ = _onnx_types(OPS[name], case)
-    lowered = in_types | {"kv_pool": "UINT8"}
-    output = OPS[name].outputs[0].name
-    model = core.read_model(_model(OPS[name], case, lowered, {output: "FLOAT"}, _RANKS).SerializeToString())
-    config = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 2, "ENABLE_CPU_PINNING": False}
-    return core.compile_model(model, "CPU", config).create_infer_request()
+    model = _model(
+        OPS[name], case, in_types | {"kv_pool": "UINT8"}, {OPS[name].outputs[0].name: "FLOAT"}, _RANKS
+    )
+    return core().read_model(model.SerializeToString())
 
 
-def run_kernel(name: str, case: Case, inputs: Arrays) -> NDArray[np.float32]:
+@cache
+def compiled(name: str, case: Case, threads: int = 2) -> Any:
+    """The op's infer request, compiled as the CPU executor compiles a model."""
+    config = {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_NUM_THREADS": threads,
+        "ENABLE_CPU_PINNING": False,
+    }
+    return core().compile_model(read_lowered(name, case), "CPU", config).create_infer_request()
+
+
+def run_kernel(name: str, case: Case, inputs: Arrays, threads: int = 2) -> NDArray[np.float32]:
     """The one output; the pools among the inputs are written in place."""
     import openvino
 
-    request = compiled(name, replace(case, sequences=()))
+    request = compiled(name, replace(case, sequences=()), threads)
     for port in OPS[name].ports(case.kv_dtype)[0]:
         request.set_tensor(port.name, openvino.Tensor(inputs[port.name], shared_memory=True))
     request.infer()
