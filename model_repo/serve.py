@@ -3,8 +3,8 @@
     with TritonServer(repository) as server:
         requests.post(f"{server.http_url}/v2/models/ensemble/generate", ...)
 
-It is ready when every text model has answered a request, not when Triton says so. Nothing is left behind: the
-kernel kills the server when this process dies, and the next start removes the shared memory of killed ones. A
+It is ready when every text model has answered a request, not when Triton says so. Nothing is left behind: a
+guard (guard.py) ends the server when this process dies, and the next start removes what a killed guard left. A
 Python model whose process died is reported and ends the server: Triton would go on saying "ready" and answer
 each request with an error. Whatever supervises `trtforge serve` (systemd, Kubernetes) should start it again.
 """
@@ -12,8 +12,6 @@ each request with an error. Whatever supervises `trtforge serve` (systemd, Kuber
 import atexit
 import collections
 import contextlib
-import os
-import queue
 import re
 import signal
 import subprocess
@@ -21,13 +19,12 @@ import sys
 import threading
 import time
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from trtforge.model_repo import environment, http_api, launch
-from trtforge.plugins.errors import EngineFailure, EnvironmentProblem, RepositoryError
+from trtforge.plugins.errors import EngineFailure, RepositoryError
 
 READY_TIMEOUT = 600.0  # seconds; a large engine takes minutes to read
 POLL_SECONDS = 0.1
@@ -43,7 +40,8 @@ class TritonServer:
     """One server process with its own backend directory, log and shared memory.
 
     Ports: 0 takes a free one; `http_url`, `grpc_url` and `metrics_url` say where it listens. `arguments` go
-    to tritonserver as they are; `on_log` gets each line of its log.
+    to tritonserver as they are. Its whole log is appended to `log_file`; `on_error` gets each error of it once the
+    server is up (one before that is what `start` raises).
     """
 
     def __init__(
@@ -56,7 +54,8 @@ class TritonServer:
         address: str = "127.0.0.1",
         ready_timeout: float = READY_TIMEOUT,
         arguments: tuple[str, ...] = (),
-        on_log: Callable[[str], None] = lambda line: None,
+        log_file: Path | None = None,
+        on_error: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.repository = Path(repository).absolute()
         self.address = address
@@ -64,11 +63,12 @@ class TritonServer:
         self.ready_timeout = ready_timeout
         self.arguments = arguments
         self.log: collections.deque[str] = collections.deque(maxlen=2000)
-        self._on_log = on_log
+        self._log_file = log_file
+        self._on_error = on_error
+        self._up = False
+        self._run_directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._hang: str | None = None
-        self._name = ""
-        self._run_directory = Path()
         self._stubs: dict[int, str] = {}
 
     # --- where it listens
@@ -129,70 +129,61 @@ class TritonServer:
                 ports=self.ports,
                 extra=self.arguments,
             )
-            self._spawn(command, launch.environment(installation))
+            self._process = self._spawn(command, launch.environment(installation))
+            threading.Thread(target=self._read_log, args=(self._process,), daemon=True).start()
             deadline = time.monotonic() + self.ready_timeout
             self._await_ready(deadline)
             for model in self._text_models():
                 self._probe(model, deadline)
             self._stubs = self._find_stubs()
+            self._up = True
         except BaseException:
             self.stop()
             raise
 
-    def _spawn(self, command: list[str], env: dict[str, str]) -> None:
-        """Start it from the thread that then reads its log: the kernel's promise to kill a child hangs on the
-        thread that made it, and this one lives as long as the server."""
-        spawned: queue.Queue[subprocess.Popen[bytes] | OSError] = queue.Queue()
-        guard = Path(__file__).with_name("die_with_parent.py")
+    def _spawn(self, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Triton with its guard, in a session of their own: Ctrl-C is ours to handle."""
+        guard = [sys.executable, "-I", str(Path(__file__).with_name("guard.py"))]
+        grace = launch.EXIT_TIMEOUT_SECONDS + 5
+        return subprocess.Popen(
+            [*guard, self._name, str(self._run_directory), str(grace), *command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
-        def run() -> None:
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(guard), str(os.getpid()), *command],
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is ours to handle, and the stubs are one group
-                )
-            except OSError as e:
-                spawned.put(e)
-                return
-            spawned.put(process)
-            assert process.stdout is not None
-            self._read_log(process.stdout)
-            process.wait()
-
-        threading.Thread(target=run, name="triton-log", daemon=True).start()
-        outcome = spawned.get()
-        if isinstance(outcome, OSError):
-            raise EnvironmentProblem(f"cannot start Triton: {outcome}") from outcome
-        self._process = outcome
-
-    def _read_log(self, stream: IO[bytes]) -> None:
-        for raw in stream:
-            line = raw.decode(errors="replace").rstrip()
-            self.log.append(line)
-            self._hang = self._hang or next((mend for sign, mend in HANGS.items() if sign in line), None)
-            self._on_log(line)
+    def _read_log(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        file = self._log_file.open("a", buffering=1) if self._log_file else contextlib.nullcontext()
+        with file as copy, process.stdout as stream:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip()
+                self.log.append(line)
+                self._hang = self._hang or next((mend for sign, mend in HANGS.items() if sign in line), None)
+                if copy is not None:
+                    copy.write(line + "\n")
+                if self._up and is_error(line):
+                    self._on_error(readable(line))
 
     def stop(self) -> None:
-        """Let requests in flight end, then the server; safe to call twice and from any state."""
+        """Let requests in flight end, then the server; safe to call twice and from any state.
+
+        An interrupt while it waits ends the server at once.
+        """
         atexit.unregister(self.stop)
-        process, self._process = self._process, None
-        try:
-            if process is not None and process.poll() is None and self._hang is None:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-                    process.wait(launch.EXIT_TIMEOUT_SECONDS + 5)
-        finally:
-            if process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # the server if it still lives, and every stub
-                process.wait()
-            if self._name:
-                launch.remove_regions(self._name)
+        process, self._process, self._up = self._process, None, False
+        if process is None:
+            if self._run_directory is not None:
                 launch.remove(self._run_directory)
+            return
+        process.send_signal(signal.SIGTERM if self._hang is None else signal.SIGINT)
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.wait()
 
     # --- is it well
 
@@ -209,6 +200,9 @@ class TritonServer:
                     "start the server again"
                 )
         self._stubs = alive
+        with http_api.open_url(self.metrics_url, timeout=30) as response:
+            if re.search(rb"^trtforge_engine_healthy\{[^}]*\} 0", response.read(), re.MULTILINE):
+                raise EngineFailure(f"the engine has failed ({self._cause()}); start the server again")
 
     def watch(self) -> None:
         """Block as long as all is well; raises EngineFailure when it is not."""
@@ -261,8 +255,8 @@ class TritonServer:
         stubs = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, IndexError):
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if int(parent) == self._process.pid and state not in "ZX":
+                state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(session) == self._process.pid and state not in "ZX":
                     arguments = (entry / "cmdline").read_bytes().decode().split("\0")
                     if arguments[0].endswith(launch.STUB):
                         stubs[int(entry.name)] = Path(arguments[1]).parts[-3]
@@ -283,33 +277,25 @@ def require_sound(repository: Path) -> None:
 
 # Triton's lines on a machine without a GPU that mean nothing.
 _HARMLESS = re.compile("CudaDriverHelper|NVML|DCGM|pinned")
-_RAISED = re.compile(r"(\w+\.)*\w+(Error|Exception|Failure): ")
-_LOCATION = re.compile(r'^[EWI]\d{4} \S+ \d+ [\w.]+:\d+\] "?')
+_SEVERE = re.compile(r"[EF]\d{4} |error: |(\w+\.)*\w+(Error|Exception|Failure): ")
+_LOCATION = re.compile(r'^[EFWI]\d{4} \S+ \d+ [\w.]+:\d+\] "?')
+
+
+def is_error(line: str) -> bool:
+    return _SEVERE.match(line) is not None and not _HARMLESS.search(line)
+
+
+def readable(line: str) -> str:
+    """A line of Triton's log without time and place, and without the traceback that it may carry."""
+    return _LOCATION.sub("", line).partition("\\n")[0].rstrip('"')
 
 
 def cause(log: list[str]) -> str | None:
-    """The line of Triton's log that tells why it failed: the end of a traceback, else the last error."""
-    errors = [line for line in log if (line.startswith(("E", "error:"))) and not _HARMLESS.search(line)]
-    said = [line for line in log if _RAISED.match(line) and not _HARMLESS.search(line)]
+    """The line of Triton's log that tells why it failed: why a model was not loaded, else the last error."""
+    errors = [line for line in log if is_error(line)]
+    of_models = [line for line in errors if "failed to load '" in line or "poll model" in line]
     shared = [line for line in log if "error while loading shared libraries" in line]
-    for lines in (shared, said, errors):
-        if lines:
-            return _LOCATION.sub("", lines[-1]).rstrip('"')
-    return None
-
-
-@contextlib.contextmanager
-def log_writer(path: Path | None) -> Iterator[Callable[[str], None]]:
-    """Where Triton's log goes: all of it to the file, if there is one, and errors to standard error."""
-    with path.open("a", buffering=1) if path else contextlib.nullcontext() as file:
-
-        def write(line: str) -> None:
-            if file is not None:
-                file.write(line + "\n")
-            if line.startswith("E") and not _HARMLESS.search(line):
-                print(f"triton: {line}", file=sys.stderr)
-
-        yield write
+    return next((readable(lines[-1]) for lines in (shared, of_models, errors) if lines), None)
 
 
 def run(server: TritonServer, echo: Callable[[str], None]) -> None:
