@@ -116,15 +116,18 @@ def _onnx_types(op: OpDef, case: Case) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _model(
-    op: OpDef, case: Case, inputs: Mapping[str, str], outputs: Mapping[str, str], ranks: Mapping[str, int]
+    op: OpDef,
+    case: Case,
+    inputs: Mapping[str, str],
+    outputs: Mapping[str, str],
+    shapes: Mapping[str, Sequence[int]],
 ) -> Any:
-    """A model of the one node; every dimension is dynamic."""
+    """A model of the one node; dimensions are dynamic but for the inputs in `shapes`."""
     from onnx import TensorProto, helper
 
     def info(name: str, dtype: str) -> Any:
-        return helper.make_tensor_value_info(
-            name, TensorProto.DataType.Value(dtype), [None] * ranks.get(name, 2)
-        )
+        shape = shapes.get(name, [None] * _RANKS.get(name, 2))
+        return helper.make_tensor_value_info(name, TensorProto.DataType.Value(dtype), shape)
 
     node = helper.make_node(op.name, list(inputs), list(outputs), domain=DOMAIN, **case.attributes(op.name))
     graph = helper.make_graph(
@@ -150,7 +153,7 @@ _RANKS = {
 def body_model(name: str, case: Case) -> Any:
     """The one-node ONNX model with the op's function, sequences aside."""
     op = OPS[name]
-    model = _model(op, case, *_onnx_types(op, case), _RANKS)
+    model = _model(op, case, *_onnx_types(op, case), {})
     model.functions.append(op.function(case.kv_dtype))
     return model
 
@@ -215,13 +218,17 @@ def core() -> Any:
     return core
 
 
-def read_lowered(name: str, case: Case) -> Any:
-    """OpenVINO's model of the one node as the CPU target lowers it: pools are bytes, and no outputs."""
+def lowered_model(name: str, case: Case, shapes: Mapping[str, Sequence[int]]) -> Any:
+    """The one-node ONNX model as the CPU target lowers it: pools are bytes, and no outputs."""
     in_types, _ = _onnx_types(OPS[name], case)
-    model = _model(
-        OPS[name], case, in_types | {"kv_pool": "UINT8"}, {OPS[name].outputs[0].name: "FLOAT"}, _RANKS
+    return _model(
+        OPS[name], case, in_types | {"kv_pool": "UINT8"}, {OPS[name].outputs[0].name: "FLOAT"}, shapes
     )
-    return core().read_model(model.SerializeToString())
+
+
+def read_lowered(name: str, case: Case) -> Any:
+    """OpenVINO's model of it."""
+    return core().read_model(lowered_model(name, case, {}).SerializeToString())
 
 
 @cache

@@ -147,7 +147,7 @@ public:
         check_input(1, "k", {ov::element::f32}, {any, key_width()});
         check_input(2, "v", {ov::element::f32}, {any, key_width()});
         check_input(3, "cos_sin", {ov::element::f32}, {any, any});
-        // the CPU plugin turns every i64 of a graph into i32
+        // the CPU plugin turns every i64 of a graph into i32: a pool has fewer than 2^31 slots here
         check_input(4, "slot_mapping", {ov::element::i64, ov::element::i32}, {any});
         check_pool(5);
         set_output_type(0, ov::element::f32, {get_input_partial_shape(0)[0], query_width()});

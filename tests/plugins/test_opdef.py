@@ -137,8 +137,9 @@ def test_the_docs_are_current() -> None:
 
 
 def test_declarations_need_no_heavy_import() -> None:
-    code = "import sys, trtforge.plugins, trtforge.plugins.cpu; print({'onnx', 'onnx_ir', 'numpy', 'openvino'} & set(sys.modules))"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        == "set()\n"
+    code = (
+        "import sys, trtforge.plugins.cpu, trtforge.plugins.docs\n"
+        "print({'onnx', 'onnx_ir', 'numpy', 'openvino'} & set(sys.modules))"
     )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
