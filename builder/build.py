@@ -77,6 +77,7 @@ def _build(
     progress: Progress,
 ) -> Manifest:
     from trtforge.builder.graph import build_graph, lazy_weights
+    from trtforge.builder.passes import run_passes
 
     translation, config = _translate(checkpoint, config)
     spec = translation.spec
@@ -88,7 +89,7 @@ def _build(
             _log.warning("%s", line)
     if not ends:
         _log.warning("%s names no end token: a request ends at its max_tokens or a stop string only", source)
-    graph = build_graph(spec, lazy_weights(translation, checkpoint), kv)
+    graph = run_passes(build_graph(spec, lazy_weights(translation, checkpoint), kv), quant)
     with staging(output) as directory:
         versions = target.compile(graph, directory, progress)
         _write_texts(directory, checkpoint, tokenizer)

@@ -18,10 +18,10 @@ import numpy as np
 
 from trtforge.builder.graph import save_graph
 from trtforge.builder.targets import Progress
+from trtforge.plugins import DOMAIN, DOMAIN_VERSION
 from trtforge.plugins import cpu as plugin
 from trtforge.plugins.errors import EngineFailure
 from trtforge.plugins.kv_dtypes import KV_DTYPES
-from trtforge.plugins.opdef import DOMAIN
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -53,7 +53,7 @@ def compile(graph: "ir.Model", directory: Path, progress: Progress) -> Mapping[s
     for temporary in directory.glob(onnx_file.name + "*"):
         temporary.unlink()
     progress("convert", 1, 1)
-    return {"openvino": version("openvino")}
+    return {"openvino": version("openvino"), "ops": f"{DOMAIN} {DOMAIN_VERSION}"}
 
 
 def lower(graph: "ir.Model") -> "ir.Model":

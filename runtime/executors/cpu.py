@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trtforge.plugins import DOMAIN, DOMAIN_VERSION
 from trtforge.plugins import cpu as plugin
 from trtforge.plugins.errors import EngineFailure, EngineFormatError
 from trtforge.plugins.kv_dtypes import KV_DTYPES
@@ -45,11 +46,12 @@ class CpuExecutor:
     def __init__(self, engine_dir: Path, manifest: Manifest, threads: int) -> None:
         import openvino
 
-        built, here = manifest.versions.get("openvino"), version("openvino")
-        if built != here:
-            raise EngineFormatError(
-                f"{engine_dir}: built with openvino {built}, here is {here}; build the engine again"
-            )
+        for part, here in {"openvino": version("openvino"), "ops": f"{DOMAIN} {DOMAIN_VERSION}"}.items():
+            built = manifest.versions.get(part)
+            if built != here:
+                raise EngineFormatError(
+                    f"{engine_dir}: built for {part} {built}, here is {here}; build the engine again"
+                )
         self.manifest = manifest
         core = openvino.Core()
         plugin.register(core)
@@ -63,19 +65,19 @@ class CpuExecutor:
         self._tensor = openvino.Tensor
         self._compiled: Any = compiled
         self._request: Any = compiled.create_infer_request()
-        self._pools: list[NDArray[Any]] = []
+        self.pools: dict[str, NDArray[Any]] = {}  # by the graph's input name; `verify` looks into them
         self._inputs: list[NDArray[Any]] = []  # of the last step: OpenVINO reads them where they lie
 
     def allocate(self, num_blocks: Sequence[int]) -> None:
         """Make the pools. Their pages are zero, and take memory only when they are first written."""
-        assert not self._pools and len(num_blocks) == len(self.manifest.kv.groups)
+        assert not self.pools and len(num_blocks) == len(self.manifest.kv.groups)
         for name, pool in pools(self.manifest.kv, num_blocks):
-            self._pools.append(pool)
+            self.pools[name] = pool
             self._request.set_tensor(name, self._tensor(pool, shared_memory=True))
 
     def run(self, arrays: StepArrays) -> NDArray[np.float32]:
         """One step. The logits lie in OpenVINO's own memory until the next one; nothing is copied."""
-        assert self._pools, "allocate first"
+        assert self.pools, "allocate first"
         self._inputs.clear()
         for name, array in named(arrays):
             self._inputs.append(array)
@@ -94,7 +96,7 @@ class CpuExecutor:
     def close(self) -> None:
         self._request = self._compiled = None
         self._inputs.clear()
-        self._pools.clear()
+        self.pools.clear()
 
 
 def properties(threads: int) -> dict[str, Any]:
