@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trtforge.builder.checkpoint.base import TokenizerFiles
 from trtforge.builder.checkpoint.huggingface import MAX_JSON_BYTES, read_json
 from trtforge.builder.checkpoint.sentencepiece_model import read_sentencepiece
-from trtforge.builder.checkpoint.tokenizer_build import Vocabulary, add_bos_eos, sentencepiece
+from trtforge.builder.checkpoint.tokenizer_build import Vocabulary, sentencepiece
 from trtforge.plugins.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ MAX_ADDED_TOKENS = 100_000
 def tokenizer_of_directory(path: Path, config: Mapping[str, Any]) -> TokenizerFiles:
     """config: config.json, asked for special tokens where no tokenizer file names them.
 
-    tokenizer.json is kept byte for byte, unless tokenizer_config.json says otherwise about BOS or EOS around plain
-    text, which goes before it in transformers too. Raises CheckpointError for a damaged or missing one.
+    tokenizer.json is kept byte for byte, its post-processor too: like transformers, it is believed about BOS and EOS
+    around plain text, not `add_bos_token` of tokenizer_config.json, which is for tokenizer.model alone. Raises
+    CheckpointError for a damaged or missing one.
     """
     settings = _optional_json(path / "tokenizer_config.json")
     if (path / "tokenizer.json").is_file():
@@ -36,15 +37,13 @@ def tokenizer_of_directory(path: Path, config: Mapping[str, Any]) -> TokenizerFi
         )
     settings = {**_optional_json(path / "special_tokens_map.json"), **settings}
     ids = {which: _special_id(tokenizer, settings, config, which) for which in ("bos", "eos", "pad")}
-    if _set_bos_eos(tokenizer, settings, ids["bos"], ids["eos"]):
-        data = tokenizer.to_str().encode()
     return TokenizerFiles(
         tokenizer_json=data,
         chat_template=_chat_template(path, settings),
         bos_token_id=ids["bos"],
         eos_token_id=ids["eos"],
         pad_token_id=ids["pad"],
-        add_bos_token=_around(tokenizer, ids["bos"], None)[0],
+        add_bos_token=_adds_bos(tokenizer, ids["bos"]),
     )
 
 
@@ -119,27 +118,10 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _around(tokenizer: "Tokenizer", bos: int | None, eos: int | None) -> tuple[bool, bool]:
-    """Whether encoding plain text puts BOS in front and EOS behind."""
-    bare = tokenizer.encode("a", add_special_tokens=False).ids
-    full = tokenizer.encode("a").ids
-    return full[:1] == [bos] and full[: len(bare)] != bare, full[-1:] == [eos] and full[-len(bare) :] != bare
-
-
-def _set_bos_eos(
-    tokenizer: "Tokenizer", settings: Mapping[str, Any], bos: int | None, eos: int | None
-) -> bool:
-    """Follow an explicit add_bos_token or add_eos_token; True if the tokenizer had to be changed for it."""
-    if settings.get("add_bos_token") is None and settings.get("add_eos_token") is None:
-        return False
-    wanted = (
-        bool(settings.get("add_bos_token")) and bos is not None,
-        bool(settings.get("add_eos_token")) and eos is not None,
-    )
-    if _around(tokenizer, bos, eos) == wanted:
-        return False
-    add_bos_eos(tokenizer, bos if wanted[0] else None, eos if wanted[1] else None)
-    return True
+def _adds_bos(tokenizer: "Tokenizer", bos: int | None) -> bool:
+    """Whether encoding plain text puts BOS in front, found by doing it."""
+    bare, full = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
+    return len(full) > len(bare) and full[0] == bos
 
 
 def _chat_template(path: Path, settings: Mapping[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf_files
 import huggingface_hub
 import pytest
+
 from trtforge.builder.checkpoint import open_checkpoint
 from trtforge.plugins.errors import CheckpointError, UnsupportedModel
 
@@ -32,7 +33,7 @@ def test_each_kind_is_said(tiny_checkpoint: Callable[[str], Path], tmp_path: Pat
 def test_of_several_gguf_files_one_must_be_chosen(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
-    with pytest.raises(UnsupportedModel, match="2 GGUF models; pass one of them: a.gguf, b.gguf"):
+    with pytest.raises(UnsupportedModel, match=r"2 GGUF models; pass one of them: a\.gguf, b\.gguf"):
         open_checkpoint(tmp_path)
 
 
@@ -95,7 +96,7 @@ def test_a_hub_id_fetches_what_a_build_needs(
     assert len(calls) == 1
     assert {"*.json", "*.jinja", "tokenizer.model", "model*.safetensors"} == set(calls[0])
     found = False
-    with pytest.raises(UnsupportedModel, match="no config.json"):
+    with pytest.raises(UnsupportedModel, match=r"no config\.json"):
         open_checkpoint("org/name-1.0")
     assert "pytorch_model*.bin" in calls[2]
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from trtforge.builder.checkpoint import cover, open_checkpoint
 from trtforge.plugins.errors import CheckpointError, UnsupportedModel
 
