@@ -91,12 +91,13 @@ class NullExecutor:
         total = np.zeros(len(rows), np.uint64)
         for g, group in enumerate(self.manifest.kv.groups):
             tables = arrays.block_tables[g][request]  # [R, max_blocks]
-            tokens = self._pools[g][tables].reshape(len(rows), -1)  # [R, max_blocks * tokens_per_block]
-            at = np.arange(tokens.shape[1])[None, :]
-            seen = at <= last
+            width = tables.shape[1] * self.manifest.kv.tokens_per_block
+            tokens = self._pools[g][tables].reshape(len(rows), width)  # [R, max_blocks * tokens_per_block]
+            at = np.arange(width)[None, :]
+            seen = (at <= last) & (at < arrays.kv_lengths[request][:, None])
             if group.window is not None:
                 seen &= at > last - group.window
-            factors = self._factors[g, : tokens.shape[1]]
+            factors = self._factors[g, :width]
             terms = (tokens.astype(np.uint64) + np.uint64(3)) * factors
             total += np.where(seen, terms, np.uint64(0)).sum(axis=1, dtype=np.uint64)
         return _mix(total)

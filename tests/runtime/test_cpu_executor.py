@@ -1,0 +1,296 @@
+"""Built engines through the CPU executor: transformers' logits, rows that do not depend on each other, and what
+OpenVINO really executes."""
+
+import inspect
+import json
+import platform
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pytest
+from stepping import Logits, Stepper
+
+from trtforge.plugins.errors import EngineFailure, EngineFormatError
+from trtforge.plugins.kv_dtypes import KV_DTYPES
+from trtforge.runtime import manifest as manifest_format
+from trtforge.runtime.executors import cpu, open_executor
+
+Make = Callable[..., Path]
+
+#: Largest difference of a logit from the fp32 cache's, on logits that spread over ten units.
+KV_ROUNDING = {"fp16": 0.02, "bf16": 0.15, "int8": 0.15, "fp8": 0.9}
+
+
+@contextmanager
+def stepper(engine: Path, num_blocks: int = 48, threads: int = 2) -> Iterator[Stepper]:
+    executor = open_executor(engine, threads=threads)
+    try:
+        yield Stepper(executor, num_blocks)
+    finally:
+        executor.close()
+
+
+def greedy(steps: Stepper, prompt: list[int], length: int) -> tuple[list[int], Logits]:
+    """All tokens after greedy decoding to `length`, and the logits of every row that was computed."""
+    sequence, ids, rows = steps.new(), list(prompt), []
+    fed = 0
+    while fed < length:
+        new = ids[fed:]
+        rows.append(steps.step([(sequence, new, len(new))])[0])
+        fed += len(new)
+        ids.append(int(rows[-1][-1].argmax()))
+    return ids[:length], np.concatenate(rows)
+
+
+@pytest.mark.parametrize("variant", checkpoints.VARIANTS)
+def test_logits_and_greedy_tokens_are_those_of_transformers(
+    variant: str, tiny_checkpoint: Callable[[str], Path], tiny_engine: Make
+) -> None:
+    """Half of the length as a prompt, the other half decoded: past the window and the original context."""
+    import torch
+
+    length = checkpoints.VARIANTS[variant].length
+    # A rotation that depends on the length is fixed for max_seq_len, so this is what the reference must see too.
+    engine = tiny_engine(variant, kv_cache_dtype="fp32", tokens_per_block=8, max_seq_len=length)
+    with stepper(engine) as steps:
+        ids, logits = greedy(steps, checkpoints.prompt_ids(length // 2), length)
+    with torch.no_grad():
+        wanted = checkpoints.reference(tiny_checkpoint(variant))(torch.tensor([ids])).logits[0].numpy()
+    assert np.abs(wanted).max() > 1, "logits that say nothing"
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=2e-4)
+    chosen = slice(length // 2 - 1, length - 1)
+    assert wanted[chosen].argmax(-1).tolist() == ids[length // 2 :]
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_rows_do_not_depend_on_each_other(kv_dtype: str, tiny_engine: Make) -> None:
+    """Bit for bit the same: alone, in chunks, beside other requests, one row or several rows of logits."""
+    with stepper(tiny_engine("llama", kv_cache_dtype=kv_dtype, tokens_per_block=8)) as steps:
+        prompts = [checkpoints.prompt_ids(n, seed=n) for n in (61, 5, 33, 1)]
+        alone = [steps.logits(prompt) for prompt in prompts]
+        for chunk in (1, 2, 7, 32):
+            for prompt, wanted in zip(prompts, alone, strict=True):
+                assert np.array_equal(steps.logits(prompt, chunk), wanted), chunk
+        sequences, counts = [steps.new() for _ in prompts], [0] * len(prompts)
+        chunks = iter([3, 1, 8, 1, 17, 5, 2, 1, 30, 6] * 20)
+        while any(c < len(p) for c, p in zip(counts, prompts, strict=True)):
+            rows, wanted_rows = [], []
+            for i, prompt in enumerate(prompts):
+                new = prompt[counts[i] : counts[i] + next(chunks)]
+                if new:
+                    logits = 1 if i % 2 else len(new)
+                    rows.append((sequences[i], new, logits))
+                    counts[i] += len(new)
+                    wanted_rows.append(alone[i][counts[i] - logits : counts[i]])
+            for got, wanted in zip(steps.step(rows), wanted_rows, strict=True):
+                assert np.array_equal(got, wanted)
+
+
+def test_rows_do_not_depend_on_the_number_of_threads(tiny_engine: Make) -> None:
+    engine = tiny_engine("llama", kv_cache_dtype="fp16", tokens_per_block=8)
+    prompt = checkpoints.prompt_ids(61)
+    with stepper(engine, threads=1) as one, stepper(engine, threads=2) as two:
+        assert np.array_equal(one.logits(prompt), two.logits(prompt))
+
+
+@pytest.mark.parametrize("kv_dtype", KV_ROUNDING)
+def test_smaller_caches_round_as_declared(
+    kv_dtype: str, tiny_checkpoint: Callable[[str], Path], tiny_engine: Make
+) -> None:
+    """The same as transformers over a cache that rounds K and V when they are stored."""
+    import torch
+
+    prompt = checkpoints.prompt_ids(48)
+    with stepper(tiny_engine("llama", kv_cache_dtype=kv_dtype, tokens_per_block=8)) as steps:
+        logits = steps.logits(prompt)
+    model = checkpoints.reference(tiny_checkpoint("llama"))
+    # its name changes between versions of transformers
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    with torch.no_grad():
+        exact, rounded = (
+            model(torch.tensor([prompt]), **{argument: cache}).logits[0].numpy()
+            for cache in (None, rounding_cache(kv_dtype))
+        )
+    difference, rounding = np.abs(logits - rounded).max(), np.abs(exact - rounded).max()
+    print(kv_dtype, difference, rounding)
+    assert difference < KV_ROUNDING[kv_dtype] < rounding
+
+
+def rounding_cache(kv_dtype: str) -> Any:
+    """A transformers cache that stores x / scale in a smaller type, with a scale per token and KV head."""
+    import torch
+    from transformers import DynamicCache
+
+    types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+    dtype = KV_DTYPES[kv_dtype]
+
+    def stored(x: Any) -> Any:  # [1, kv_heads, T, head_size]
+        scale = x.abs().amax(-1, keepdim=True) / dtype.max if dtype.scales else torch.tensor(1.0)
+        x = x / scale
+        return (x.round() if kv_dtype == "int8" else x).to(types[kv_dtype]).float() * scale
+
+    class Rounding(DynamicCache):
+        def update(self, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().update(stored(key), stored(value), *args, **kwargs)
+
+    return Rounding()
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-tied", "llama-bias", "gemma3"])
+@pytest.mark.parametrize("recipe", ["int8_wo", "int4_wo"])
+def test_quantized_engine_computes_with_the_dequantized_weights(
+    recipe: str, variant: str, tiny_checkpoint: Callable[[str], Path], tiny_engine: Make
+) -> None:
+    import torch
+
+    prompt = checkpoints.prompt_ids(24)
+    with stepper(tiny_engine(variant, recipe=recipe, kv_cache_dtype="fp32")) as steps:
+        logits = steps.logits(prompt)
+    model = checkpoints.reference(tiny_checkpoint(variant))
+    dequantize(model, recipe)
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompt])).logits[0].numpy()
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-3)
+
+
+def dequantize(model: Any, recipe: str) -> None:
+    """Round the linears of a torch model as the recipe stores them; a tied embedding goes with its head."""
+    import torch
+
+    from trtforge.builder import recipes
+    from trtforge.builder.passes.quantize import quantize_array, scheme_of
+
+    quant = recipes.load(recipe)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = module.weight.detach().numpy()
+            scheme = scheme_of(quant, "lm_head.weight" if name == "lm_head" else name, weight.shape[1])
+            q, scale, zero = quantize_array(weight, scheme)
+            groups = q.astype(np.float32).reshape(len(q), -1, scheme.group_size or weight.shape[1])
+            if zero is not None:
+                groups = groups - zero.astype(np.float32).reshape(*groups.shape[:2], 1)
+            rounded = (groups * scale.reshape(len(q), -1, 1)).reshape(weight.shape)
+            with torch.no_grad():
+                module.weight.copy_(torch.from_numpy(rounded))
+
+
+def layers(executor: Any) -> list[tuple[str, str, str, Any]]:
+    """(type, kernel, output's name, node) of what OpenVINO executes."""
+    info = [(node, node.get_rt_info()) for node in executor.runtime_model().get_ordered_ops()]
+    return [(i["layerType"].value, i["primitiveType"].value, n.get_friendly_name(), n) for n, i in info]
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_pools_are_read_and_written_where_they_lie(kv_dtype: str, tiny_engine: Make) -> None:
+    """No pool is an output, and nothing but our ops reads one: not a conversion, not a copy."""
+    with stepper(tiny_engine("mistral-window", kv_cache_dtype=kv_dtype, tokens_per_block=8)) as steps:
+        steps.logits(checkpoints.prompt_ids(20))
+        executed = layers(steps.executor)
+        groups = len(steps.manifest.kv.groups) * (2 if KV_DTYPES[kv_dtype].scales else 1)
+    assert [name for kind, _, name, _ in executed if kind == "Output"] == ["logits/sink_port_0"]
+    pools = [node for kind, _, name, node in executed if kind == "Input" and name.startswith("kv_")]
+    pools = [p for p in pools if p.get_friendly_name() != "kv_lengths"]
+    assert len(pools) == groups
+    for pool in pools:
+        readers = [i.get_node().get_rt_info()["layerType"].value for i in pool.output(0).get_target_inputs()]
+        assert set(readers) == {"Reference"}, f"{pool.get_friendly_name()} is read by {readers}"
+        assert len(readers) == 2 * 2, "two ops in each of two layers"
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names of x86 kernels")
+@pytest.mark.parametrize("variant", ["llama", "llama-bias", "gemma3"])
+def test_all_linears_run_with_the_kernel_whose_rows_are_independent(variant: str, tiny_engine: Make) -> None:
+    """A linear with a fused activation would take another kernel for few rows than for many."""
+    with stepper(tiny_engine(variant, kv_cache_dtype="fp32", tokens_per_block=8)) as steps:
+        steps.logits(checkpoints.prompt_ids(20))
+        kernels = Counter(kernel for kind, kernel, *_ in layers(steps.executor) if kind == "FullyConnected")
+    assert kernels == {"gemm_mlas_f32": 7 * steps.manifest.model["num_layers"] + 1}
+
+
+@pytest.mark.parametrize(("recipe", "types"), [("int8_wo", {"i8": 15}), ("int4_wo", {"u4": 14, "i8": 1})])
+def test_weights_stay_compressed(recipe: str, types: dict[str, int], tiny_engine: Make) -> None:
+    engine = tiny_engine("llama-tied", recipe=recipe)
+    with stepper(engine) as steps:
+        executed = layers(steps.executor)
+    linears = [node for kind, *_, node in executed if kind == "FullyConnected"]
+    assert Counter(n.input(1).get_element_type().get_type_name() for n in linears) == types
+    lookup = next(node for kind, _, name, node in executed if kind == "Gather" and name == "embedding")
+    assert lookup.input(0).get_element_type().get_type_name() == "i8"
+    full = (tiny_engine("llama-tied") / "model.bin").stat().st_size
+    assert (engine / "model.bin").stat().st_size < full * 0.4
+
+
+def test_step_without_logits(tiny_engine: Make) -> None:
+    with stepper(tiny_engine("llama", kv_cache_dtype="fp32", tokens_per_block=8)) as steps:
+        prompt = checkpoints.prompt_ids(20)
+        sequence = steps.new()
+        assert steps.step([(sequence, prompt[:12], 0)])[0].shape == (0, steps.manifest.vocab_size)
+        (rest,) = steps.step([(sequence, prompt[12:], 8)])
+        assert np.array_equal(rest, steps.logits(prompt)[12:])
+
+
+def test_failed_step_is_our_error_and_the_next_one_works(tiny_engine: Make) -> None:
+    with stepper(tiny_engine("llama", kv_cache_dtype="fp32", tokens_per_block=8)) as steps:
+        prompt = checkpoints.prompt_ids(9)
+        wanted = steps.logits(prompt)
+        arrays = steps.arrays([(steps.new(), prompt, 1)])
+        with pytest.raises(EngineFailure, match="the step failed in OpenVINO") as failure:
+            steps.executor.run(replace(arrays, slot_mapping=(arrays.slot_mapping[0][:-1],)))
+        assert "\n" not in str(failure.value)
+        assert np.array_equal(steps.logits(prompt), wanted)
+
+
+@pytest.mark.parametrize("part", ["openvino", "ops"])
+def test_engine_of_another_version_is_refused(part: str, tiny_engine: Make) -> None:
+    engine = tiny_engine("llama", kv_cache_dtype="fp32", tokens_per_block=8)
+    manifest = manifest_format.load(engine)
+    with pytest.raises(EngineFormatError, match=rf"built for {part} 0\.1, here is .*build the engine again"):
+        open_executor(engine, replace(manifest, versions={**manifest.versions, part: "0.1"}))
+
+
+def test_damaged_graph_is_refused_in_one_line(tiny_engine: Make, tmp_path: Path) -> None:
+    engine = shutil.copytree(tiny_engine("llama", kv_cache_dtype="fp32", tokens_per_block=8), tmp_path / "e")
+    manifest = manifest_format.load(engine)
+    graph = (engine / "model.xml").read_text()
+    for damaged in (graph[: len(graph) // 2], graph.replace("PagedAttention", "Paged"), ""):
+        (engine / "model.xml").write_text(damaged)
+        with pytest.raises(EngineFormatError, match="build the engine again") as refused:
+            open_executor(engine, manifest)
+        assert "\n" not in str(refused.value)
+
+
+def test_engine_for_another_target_is_refused(tiny_engine: Make) -> None:
+    engine = tiny_engine("llama", kv_cache_dtype="fp32", tokens_per_block=8)
+    manifest = replace(manifest_format.load(engine), target="abacus")
+    with pytest.raises(EngineFormatError, match=r"made for target 'abacus'.*it runs: cpu, null"):
+        open_executor(engine, manifest)
+
+
+def test_cpus_are_those_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    for text, wanted in (("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1), ("900000 100000", 8)):
+        (tmp_path / "cpu.max").write_text(text + "\n")
+        monkeypatch.setattr(cpu, "_CGROUP_QUOTA", tmp_path / "cpu.max")
+        assert cpu.available_cpus() == wanted, text
+    monkeypatch.setattr(cpu, "_CGROUP_QUOTA", tmp_path / "absent")
+    assert cpu.available_cpus() == 8
+
+
+def test_pools_have_the_manifest_s_layout(tiny_engine: Make) -> None:
+    for dtype in KV_DTYPES.values():
+        kv = manifest_format.load(
+            tiny_engine("mistral-window", kv_cache_dtype=dtype.name, tokens_per_block=8)
+        ).kv
+        blocks = [5] * len(kv.groups)
+        made = dict(cpu.pools(kv, blocks))
+        assert all(p.ctypes.data % 4096 == 0 and not p.any() for p in made.values())
+        for g in range(len(kv.groups)):
+            group = [made[f"kv_pool.{g}"], *([made[f"kv_scales.{g}"]] if dtype.scales else [])]
+            assert sum(p.nbytes for p in group) == 5 * kv.block_bytes(g), json.dumps(list(made))
