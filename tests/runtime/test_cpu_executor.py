@@ -24,9 +24,6 @@ from trtforge.runtime.executors import cpu, open_executor
 
 Make = Callable[..., Path]
 
-#: Largest difference of a logit from the fp32 cache's, on logits that spread over ten units.
-KV_ROUNDING = {"fp16": 0.02, "bf16": 0.15, "int8": 0.15, "fp8": 0.9}
-
 
 @contextmanager
 def stepper(engine: Path, num_blocks: int = 48, threads: int = 2) -> Iterator[Stepper]:
@@ -100,7 +97,7 @@ def test_rows_do_not_depend_on_the_number_of_threads(tiny_engine: Make) -> None:
         assert np.array_equal(one.logits(prompt), two.logits(prompt))
 
 
-@pytest.mark.parametrize("kv_dtype", KV_ROUNDING)
+@pytest.mark.parametrize("kv_dtype", [name for name in KV_DTYPES if name != "fp32"])
 def test_smaller_caches_round_as_declared(
     kv_dtype: str, tiny_checkpoint: Callable[[str], Path], tiny_engine: Make
 ) -> None:
@@ -119,8 +116,9 @@ def test_smaller_caches_round_as_declared(
             for cache in (None, rounding_cache(kv_dtype))
         )
     difference, rounding = np.abs(logits - rounded).max(), np.abs(exact - rounded).max()
-    print(kv_dtype, difference, rounding)
-    assert difference < KV_ROUNDING[kv_dtype] < rounding
+    # A K or V that the two compute on different sides of a rounding boundary moves the logits a little.
+    assert difference < 1e-3
+    assert rounding > 20 * difference, "a comparison that would not see the rounding"
 
 
 def rounding_cache(kv_dtype: str) -> Any:
