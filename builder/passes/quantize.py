@@ -10,8 +10,9 @@ integer weights; Gather with them for a tied embedding; checked on 2026.4.1) and
 and its output w [out, in] takes the weight's place in the Gemm. (A DequantizeLinear and a MatMul of INT8 weights
 are no alternative: ONNX Runtime quantizes the activations of those by itself.)
 
-The output head decides the token, and a tied embedding is read through it: both keep eight bits per channel under
-int4 weights. So does a linear whose input no group size divides.
+The output head decides the token: it keeps eight bits per channel under int4 weights, and so does a linear whose
+input no group size divides. A tied embedding has them under every recipe, since OpenVINO gathers from groups only
+after it has decompressed them all.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ GROUP_SIZES = (128, 64, 32)
 #: Weights are quantized this many at a time, to keep temporary arrays small.
 _SLAB = 1 << 20
 
-_HEADS = ("lm_head.weight", "embedding.weight")
+_EMBEDDING, _HEAD = "embedding.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def quantize(graph: ir.Model, quant: QuantSpec) -> ir.Model:
 def scheme_of(quant: QuantSpec, name: str, columns: int) -> Scheme:
     """How a recipe stores the weight `name` of `columns` inputs."""
     bits = {"int8": 8, "int4": 4}[quant.weights]
-    if bits == 4 and name in _HEADS:
+    if name == _EMBEDDING or (bits == 4 and name == _HEAD):
         return INT8_PER_CHANNEL
     if not quant.group_size:
         return Scheme(bits, 0, quant.symmetric)
