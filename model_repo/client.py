@@ -72,15 +72,14 @@ def _send_grpc(address: str, prompt: Prompt, model: str) -> Iterator[str]:
 
     answers: queue.Queue[tuple[Any, InferenceServerException | None]] = queue.Queue()
     try:
-        client = triton.InferenceServerClient(address)
-        tensors = _tensors(client, prompt, model)
-        client.start_stream(callback=lambda result, error: answers.put((result, error)))
-        try:
-            client.async_stream_infer(model, tensors, enable_empty_final_response=True)
-            yield from _pieces(answers.get)
-        finally:
-            client.stop_stream(cancel_requests=True)
-            client.close()
+        with triton.InferenceServerClient(address) as client:
+            tensors = _tensors(client, prompt, model)
+            client.start_stream(callback=lambda result, error: answers.put((result, error)))
+            try:
+                client.async_stream_infer(model, tensors, enable_empty_final_response=True)
+                yield from _pieces(answers.get)
+            finally:
+                client.stop_stream(cancel_requests=True)
     except InferenceServerException as e:
         if e.status() == "StatusCode.UNAVAILABLE":
             raise _unreachable(address, "connection refused or lost") from e

@@ -23,7 +23,7 @@ def call(url: str, body: dict[str, Any] | None = None, *, timeout: float = 30) -
 
 def error_text(error: urllib.error.HTTPError) -> str:
     """What the server says in the body of a refused request."""
-    body = error.read().decode(errors="replace")
+    body = error.read().decode(errors="replace").removeprefix("data:")  # generate_stream answers as a stream
     try:
         return str(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):
