@@ -177,7 +177,8 @@ def _nucleus(left: Candidates, top_p: float) -> Candidates:
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) from the counter-based generator Philox4x64 (Salmon et al. 2011)."""
-    raw = int(np.random.Philox(key=[seed % 2**64, 0], counter=[position, 0, 0, 0]).random_raw())
+    key = np.array([seed % 2**64, 0], np.uint64)  # a list with a large seed would be rounded to FP64
+    raw = int(np.random.Philox(key=key, counter=[position, 0, 0, 0]).random_raw())
     return (raw >> 11) * 2.0**-53
 
 
