@@ -1,0 +1,151 @@
+"""Encoding by the tokenizer's own rule, and chat templates as transformers renders them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizer_files
+from transformers import PreTrainedTokenizerFast
+from trtforge.plugins.errors import EngineFormatError, InvalidArgument
+from trtforge.runtime.tokenizer import Tokenizer
+
+CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "unused"}
+TURNS = [
+    {"role": "system", "content": "Be brief & kind."},
+    {"role": "user", "content": 'Say "<hi>" — 日本語'},
+    {"role": "assistant", "content": "  hi  "},
+    {"role": "user", "content": "again"},
+]
+
+
+def make(kind: str = "byte-level", template: str | None = None, **config: Any) -> Tokenizer:
+    return Tokenizer(tokenizer_files.KINDS[kind]().to_str(), {**CONFIG, **config}, template)
+
+
+def bos(tokenizer: Tokenizer) -> int:
+    return tokenizer.encode("")[0]
+
+
+@pytest.mark.parametrize("kind", tokenizer_files.KINDS)
+def test_text_gets_the_special_tokens_of_its_own_rule(kind: str) -> None:
+    fast = tokenizer_files.KINDS[kind]()
+    for text in ("Hello world", "", "  ", "日本語"):
+        assert make(kind).encode(text) == fast.encode(text).ids
+        assert make(kind).encode(text, add_special_tokens=False) == fast.encode(text, add_special_tokens=False).ids
+    assert make(kind).decode(make(kind).encode("Hello world")) == "Hello world"
+
+
+def test_never_two_bos() -> None:
+    tokenizer = make()
+    once = tokenizer.encode("Hello")
+    assert tokenizer.encode("<s>Hello") == once
+    assert once.count(bos(tokenizer)) == 1
+
+
+def test_bos_is_added_where_only_the_config_asks_for_it() -> None:
+    raw = json.loads(tokenizer_files.byte_level().to_str())
+    raw["post_processor"] = None
+    bare = Tokenizer(json.dumps(raw), CONFIG)
+    asked = Tokenizer(json.dumps(raw), {**CONFIG, "add_bos_token": True})
+    assert asked.encode("Hello") == [bos(make()), *bare.encode("Hello")]
+    assert asked.encode("<s>Hello") == asked.encode("Hello")
+    assert asked.encode("Hello", add_special_tokens=False) == bare.encode("Hello")
+
+
+def test_lone_surrogates_are_the_callers_fault() -> None:
+    with pytest.raises(InvalidArgument, match="Unicode"):
+        make().encode("a\ud800b")
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineFormatError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(EngineFormatError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+TEMPLATES = {
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '</s>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "bos and trim": "{{ bos_token }}\n{%- for m in messages %}\n  {%- if m.role == 'user' %}[U] {{ m.content | trim }}"
+    "\n  {%- else %} {{ m.content }}{{ eos_token }}\n  {%- endif %}\n{%- endfor %}",
+    "tojson": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{% endfor %}",
+    "break": "{% for m in messages %}{% if loop.index == 3 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "absent": "{% if tools %}T{% endif %}{% if documents is defined and documents %}D{% endif %}{{ messages[0].name }}",
+    "date": "{{ strftime_now('%Y') }}{{ messages | length }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_render_as_in_transformers(name: str) -> None:
+    reference = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_files.byte_level(), bos_token="<s>", eos_token="</s>"
+    )
+    expected = reference.apply_chat_template(
+        TURNS, chat_template=TEMPLATES[name], add_generation_prompt=True, tokenize=False
+    )
+    tokenizer = make(template=TEMPLATES[name])
+    assert tokenizer.chat_template.render(TURNS) == expected
+    ids = reference.apply_chat_template(
+        TURNS, chat_template=TEMPLATES[name], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert tokenizer.encode_messages(TURNS) == ids
+
+
+def test_a_template_that_brings_its_bos_gets_no_other() -> None:
+    tokenizer = make(template=TEMPLATES["bos and trim"])
+    assert tokenizer.encode_messages(TURNS).count(bos(tokenizer)) == 1
+
+
+def test_what_a_template_refuses_is_said_in_its_own_words() -> None:
+    template = "{% if messages[0].role != 'user' %}{{ raise_exception('the user must begin') }}{% endif %}"
+    with pytest.raises(InvalidArgument, match="the user must begin"):
+        make(template=template).encode_messages(TURNS)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__ }}{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content.nothing.at_all }}",
+    ],
+)
+def test_a_template_is_held_in_its_sandbox(template: str) -> None:
+    with pytest.raises(InvalidArgument, match="template"):
+        make(template=template).encode_messages(TURNS)
+
+
+@pytest.mark.parametrize(
+    ("messages", "where"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        ({"role": "user", "content": "x"}, "messages"),
+        (["hello"], r"messages\[0\]"),
+        ([{"role": "user"}], r"messages\[0\]\.content"),
+        ([TURNS[0], {"role": 3, "content": "x"}], r"messages\[1\]\.role"),
+        ([{"role": "user", "content": None}], r"messages\[0\]\.content"),
+    ],
+    ids=str,
+)
+def test_messages_that_are_no_turns_are_refused_by_place(messages: Any, where: str) -> None:
+    with pytest.raises(InvalidArgument, match=where):
+        make(template=TEMPLATES["chatml"]).encode_messages(messages)
+
+
+def test_no_template_is_said() -> None:
+    with pytest.raises(InvalidArgument, match="no chat template"):
+        make().encode_messages(TURNS)
+    assert not make().has_chat_template
+
+
+def test_a_broken_template_is_the_engines_fault() -> None:
+    with pytest.raises(EngineFormatError, match="does not parse"):
+        make(template="{% for %}").encode_messages(TURNS)
