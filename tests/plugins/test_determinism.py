@@ -56,12 +56,13 @@ def test_verified_drafts_equal_single_tokens(kv_dtype: str, isa: str, rng: np.ra
         np.testing.assert_array_equal(several, np.stack(singles[:rows]))
 
 
-def test_long_rows_do_not_depend_on_the_split(isa: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("window", [0, 600])
+def test_long_rows_do_not_depend_on_the_split(window: int, isa: str, rng: np.random.Generator) -> None:
     """With few rows the parts of a long sequence are spread over threads, with many a thread folds them as it goes."""
-    case = Case(((1300, 80), (700, 1), (1030, 40)), "int8", 4, 2, 64)
+    case = Case(((1300, 80), (700, 1), (1030, 40)), "int8", 16, 8, 64, window=window)
     inputs = paged.make_inputs(case, rng)
     together = paged.run_kernel("PagedAttention", case, inputs)
-    for b, row in ((0, 0), (0, 41), (0, 79), (1, 0), (2, 12), (2, 39)):
+    for b, row in [(0, 0), (0, 13), (0, 31), (0, 44), (0, 63), (0, 79), (1, 0), (2, 15), (2, 39)]:
         alone = paged.run_kernel("PagedAttention", case, step(inputs, [(b, row, row + 1)]))
         np.testing.assert_array_equal(alone[0], together[inputs["query_start"][b] + row])
 
