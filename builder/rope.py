@@ -70,8 +70,10 @@ def rope(parameters: Parameters, *, head_size: int, max_position_embeddings: int
         raise CheckpointError(
             f"config.json: rope_type {kind!r} cannot be computed from its fields ({e})"
         ) from e
-    if not (np.isfinite(inv_freq).all() and math.isfinite(attention_factor)):
-        raise CheckpointError(f"config.json: rope_type {kind!r} gives frequencies that are not finite")
+    if not (np.isfinite(inv_freq).all() and (inv_freq > 0).all() and math.isfinite(attention_factor)):
+        raise CheckpointError(
+            f"config.json: rope_type {kind!r} gives frequencies that are not positive numbers"
+        )
     return Rope(tuple(float(f) for f in inv_freq), float(attention_factor))
 
 
