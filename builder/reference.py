@@ -19,14 +19,26 @@ Array = NDArray[np.float32]
 Read = Callable[[str], Array]
 
 
-def hidden_states(spec: ModelSpec, read: Read, sequences: Sequence[Sequence[int]]) -> list[Array]:
-    """What the output head takes, after the last norm: FP32 [T, hidden] per sequence of T tokens."""
+#: Gets a layer's number and its K (rotated) and V for one sequence, [T, kv_heads, head_size].
+Observe = Callable[[int, Array, Array], None]
+
+
+def hidden_states(
+    spec: ModelSpec, read: Read, sequences: Sequence[Sequence[int]], observe: Observe | None = None
+) -> list[Array]:
+    """What the output head takes, after the last norm: FP32 [T, hidden] per sequence of T tokens.
+
+    observe: called for each layer of the first sequence.
+    """
     embedding = read("embedding.weight")
     states = [embedding[np.asarray(ids)] * np.float32(spec.embedding_scale) for ids in sequences]
     del embedding
     for index, layer in enumerate(spec.layers):
         weights = read_layer(spec, read, index)
-        states = [decoder_layer(spec, layer, weights, x) for x in states]
+        for number, x in enumerate(states):
+            states[number], k, v = decoder_layer(spec, layer, weights, x)
+            if observe is not None and number == 0:
+                observe(index, k, v)
     norm = read("norm.weight")
     return [rms_norm(spec, x, norm) for x in states]
 
@@ -43,20 +55,25 @@ def read_layer(spec: ModelSpec, read: Read, index: int) -> dict[str, Array]:
     return {name.removeprefix(prefix): read(name) for name in spec.weight_shapes() if name.startswith(prefix)}
 
 
-def decoder_layer(spec: ModelSpec, layer: LayerSpec, weights: dict[str, Array], x: Array) -> Array:
-    """[T, hidden] -> [T, hidden]"""
-    attended = attention(spec, layer, weights, rms_norm(spec, x, weights["attention.norm.weight"]))
+def decoder_layer(
+    spec: ModelSpec, layer: LayerSpec, weights: dict[str, Array], x: Array
+) -> tuple[Array, Array, Array]:
+    """[T, hidden] -> [T, hidden], and the layer's K and V."""
+    normed = rms_norm(spec, x, weights["attention.norm.weight"])
+    attended, k, v = attention(spec, layer, weights, normed)
     if spec.sandwich_norms:
         attended = rms_norm(spec, attended, weights["attention.post_norm.weight"])
     x = x + attended
     mixed = mlp(spec, weights, rms_norm(spec, x, weights["mlp.norm.weight"]))
     if spec.sandwich_norms:
         mixed = rms_norm(spec, mixed, weights["mlp.post_norm.weight"])
-    return x + mixed
+    return x + mixed, k, v
 
 
-def attention(spec: ModelSpec, layer: LayerSpec, weights: dict[str, Array], x: Array) -> Array:
-    """Causal attention of one sequence over itself. [T, hidden] -> [T, hidden]"""
+def attention(
+    spec: ModelSpec, layer: LayerSpec, weights: dict[str, Array], x: Array
+) -> tuple[Array, Array, Array]:
+    """Causal attention of one sequence over itself. [T, hidden] -> [T, hidden], K, V [T, kv_heads, head_size]"""
     tokens, group = len(x), spec.num_heads // spec.num_kv_heads
     q = linear(weights, "attention.q", x).reshape(tokens, spec.num_heads, spec.head_size)
     k = linear(weights, "attention.k", x).reshape(tokens, spec.num_kv_heads, spec.head_size)
@@ -74,7 +91,7 @@ def attention(spec: ModelSpec, layer: LayerSpec, weights: dict[str, Array], x: A
         scores = softcap(scores, spec.attention_softcap)
         scores[hidden] = -np.inf
         output[:, head] = softmax(scores) @ v[:, head // group]
-    return linear(weights, "attention.o", output.reshape(tokens, -1))
+    return linear(weights, "attention.o", output.reshape(tokens, -1)), k, v
 
 
 def mlp(spec: ModelSpec, weights: dict[str, Array], x: Array) -> Array:

@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtforge.plugins.errors import InvalidArgument
+from trtforge.plugins.kv_codec import e4m3_value
+from trtforge.plugins.kv_dtypes import KV_DTYPES
 from trtforge.runtime.batch import Batcher
 from trtforge.runtime.executors import open_executor
 from trtforge.runtime.manifest import Manifest
@@ -45,6 +47,25 @@ class Scorer:
             best.append(int(logits[-1].argmax()))
         return best
 
+    def cached(self, layer: int, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
+        """K (rotated) and V of one layer as the cache has them, FP32 [tokens, kv_heads, head_size]: those of the
+        sequence that ran last. None if this executor's pools cannot be looked into."""
+        pools = getattr(self._executor, "pools", None)
+        if pools is None:
+            return None
+        kv = self.manifest.kv
+        group = next(g for g, members in enumerate(kv.groups) if layer in members.layers)
+        place = kv.groups[group].layers.index(layer)
+        bits = pools[f"kv_pool.{group}"][
+            :, place
+        ]  # [blocks, 2, kv_heads, tokens_per_block, head_size * bytes]
+        values = decode(bits, kv.dtype)
+        if KV_DTYPES[kv.dtype].scales:
+            values = values * pools[f"kv_scales.{group}"][:, place]
+        _, _, kv_heads, _, head_size = values.shape
+        by_token = values.transpose(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, head_size)  # block i is the i-th
+        return by_token[0, :tokens], by_token[1, :tokens]
+
     def close(self) -> None:
         self._executor.close()
 
@@ -66,3 +87,12 @@ class Scorer:
         return Request(
             "score", list(token_ids), SamplingParams(), seed=0, max_tokens=extra, block_tables=tables
         )
+
+
+def decode(bits: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
+    """Cache bits [..., head_size * bytes] as numbers before scaling, FP32 [..., head_size]."""
+    if dtype == "fp8":
+        return np.array([e4m3_value(code) for code in range(256)], np.float32)[bits]
+    if dtype == "bf16":
+        return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return bits.view({"fp32": np.float32, "fp16": np.float16, "int8": np.int8}[dtype]).astype(np.float32)

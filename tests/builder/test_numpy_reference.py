@@ -38,6 +38,6 @@ def test_logits_are_those_of_transformers(tiny_checkpoint: Callable[[str], Path]
     with torch.no_grad():
         expected = model(torch.tensor(sequences)).logits.numpy()
     got = numpy_logits(directory, sequences, max_seq_len=length)
-    assert expected.std() > 1  # else a tolerance would say little
+    assert expected.std() > 0.2  # a thousand tolerances: else they would say little
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=0)

@@ -1,6 +1,7 @@
 """verify, end to end: a good engine is within its limits, a spoilt one is not, whatever was spoilt."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from trtforge.builder.checkpoint import open_checkpoint
 from trtforge.builder.cli import main
 from trtforge.builder.compare import Comparison
 from trtforge.plugins.errors import InvalidArgument
+from trtforge.plugins.kv_dtypes import KV_DTYPES
 from trtforge.runtime.score import Scorer
 
 TOKENS = checkpoints.prompt_ids(100)
@@ -82,6 +84,44 @@ def test_a_spoilt_engine_is_past_its_limits(
 ) -> None:
     scorer = Spoilt(tiny_engine("llama", max_seq_len=64), change)
     assert compare(scorer, tiny_checkpoint("llama")).faults(verify.limits(scorer.manifest))
+
+
+def changed(checkpoint: Path, tensor: str, directory: Path) -> Path:
+    """A copy of a checkpoint in which one tensor is another."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(checkpoint, directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors[tensor] = tensors[tensor][::-1].copy()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("module", "layer"),
+    [("1.self_attn.k_proj", 1), ("2.self_attn.v_proj", 2), ("0.mlp.down_proj", 1), ("3.mlp.up_proj", None)],
+)
+def test_the_first_layer_that_diverges_is_named(
+    tiny_checkpoint: Callable[[str], Path],
+    tiny_engine: Callable[..., Path],
+    tmp_path: Path,
+    module: str,
+    layer: int | None,
+) -> None:
+    """What a layer's MLP does wrong is seen in the next layer's K and V; the last one's only in the logits."""
+    other = changed(tiny_checkpoint("gemma3"), f"model.layers.{module}.weight", tmp_path / "other")
+    for dtype in ("fp32", "int8"):
+        result = compare(Scorer(tiny_engine("gemma3", kv_cache_dtype=dtype, max_seq_len=64)), other)
+        assert result.first_divergent_layer == layer
+        assert result.mean_kl > 0.01
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_no_layer_of_a_good_engine_diverges(
+    tiny_checkpoint: Callable[[str], Path], tiny_engine: Callable[..., Path], dtype: str
+) -> None:
+    scorer = Scorer(tiny_engine("gemma3", kv_cache_dtype=dtype, max_seq_len=64))
+    assert compare(scorer, tiny_checkpoint("gemma3")).first_divergent_layer is None
 
 
 def test_greedy_agreement_is_the_common_beginning() -> None:
