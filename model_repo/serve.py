@@ -286,16 +286,18 @@ def is_error(line: str) -> bool:
 
 
 def readable(line: str) -> str:
-    """A line of Triton's log without time and place, and without the traceback that it may carry."""
-    return _LOCATION.sub("", line).partition("\\n")[0].rstrip('"')
+    """A line of Triton's log without time and place, and of the traceback that it may carry only the end."""
+    first, *more = _LOCATION.sub("", line).rstrip('"').split("\\n")
+    return f"{first}: {more[-1]}" if any(part.startswith("Traceback") for part in more) else first
 
 
 def cause(log: list[str]) -> str | None:
     """The line of Triton's log that tells why it failed: why a model was not loaded, else the last error."""
     errors = [line for line in log if is_error(line)]
     of_models = [line for line in errors if "failed to load '" in line or "poll model" in line]
+    raised = [line for line in errors if "Traceback (most recent call last)" in line]
     shared = [line for line in log if "error while loading shared libraries" in line]
-    return next((readable(lines[-1]) for lines in (shared, of_models, errors) if lines), None)
+    return next((readable(lines[-1]) for lines in (shared, of_models, raised, errors) if lines), None)
 
 
 def run(server: TritonServer, echo: Callable[[str], None]) -> None:

@@ -19,7 +19,7 @@ from trtforge.model_repo import http_api, launch, serve
 from trtforge.model_repo.package import package
 from trtforge.model_repo.serve import TritonServer
 from trtforge.plugins.errors import EngineFailure, EnvironmentProblem, RepositoryError
-from trtforge.runtime.executors.null import write_null_engine
+from trtforge.runtime.executors.null import NullBehaviour, write_null_engine
 from trtforge.runtime.manifest import Limits
 
 COMMAND = [str(Path(sys.executable).with_name("trtforge")), "serve"]
@@ -140,6 +140,21 @@ def test_command_serves_until_it_is_told_to_stop(null_repository: Path) -> None:
         assert regions(process.pid) == []
         with pytest.raises(OSError):
             http_api.call(f"{url}/v2/health/live", timeout=2)
+
+
+@pytest.mark.slow
+def test_a_failed_engine_ends_the_server(tmp_path: Path) -> None:
+    limits = Limits(max_batch_size=4, max_num_tokens=64, max_seq_len=128)
+    write_null_engine(tmp_path / "engine", limits, behaviour=NullBehaviour(lost_at=20))
+    package(tmp_path / "engine", tmp_path / "null")
+    with serving(tmp_path / "null") as (process, url):
+        with pytest.raises(urllib.error.HTTPError):
+            http_api.call(f"{url}/v2/models/ensemble/generate", {"text_input": "Hi", "max_tokens": 50})
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert errors.splitlines()[-1].startswith("error: the engine has failed (")
+        assert "told to be lost" in errors
+        assert processes(f"-{process.pid}-") == []
 
 
 @contextlib.contextmanager
@@ -331,6 +346,10 @@ def test_cause_is_the_last_error_that_means_something() -> None:
     assert serve.cause(log[:2]) is None
     assert serve.cause([log[2].replace("nothing", r"ValueError: no\n\nAt:\n  model.py(3)")]) == (
         "failed to load 'x' version 1: Internal: ValueError: no"
+    )
+    traceback = r"tensorrt_llm: it failed\nTraceback (most recent call last):\n  File x\nValueError: no"
+    assert serve.cause([f'E1129 21:44:02.4 93 model.py:1] "{traceback}"', *log[:2]]) == (
+        "tensorrt_llm: it failed: ValueError: no"
     )
     assert serve.cause([*log[:2], "x.errors.EngineFormatError: no manifest"]) == (
         "x.errors.EngineFormatError: no manifest"
