@@ -1,0 +1,67 @@
+"""setup.py: compiles what changed, and says in one line what is missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def source_tree(tmp_path: Path) -> Path:
+    """setup.py, the kernels and as much of the rest as setuptools wants to see."""
+    place = tmp_path / "tree"
+    (place / "plugins").mkdir(parents=True)
+    shutil.copy(ROOT / "setup.py", place)
+    ignore = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "plugins" / "cpu", place / "plugins" / "cpu", ignore=ignore)
+    (place / "pyproject.toml").write_text(
+        '[project]\nname = "trtforge"\nversion = "0"\n[tool.setuptools]\npackages = []\n'
+    )
+    return place
+
+
+def build(place: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", "out", "--build-temp", "objects"]
+    env = {k: v for k, v in os.environ.items() if k != "CXX"} | environment
+    return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
+
+
+def times(place: Path, pattern: str) -> dict[str, int]:
+    return {p.name: p.stat().st_mtime_ns for p in place.glob(pattern)}
+
+
+@pytest.mark.slow
+def test_only_what_changed_is_compiled(source_tree: Path) -> None:
+    assert build(source_tree).returncode == 0
+    library, objects = times(source_tree, "out/**/*.so"), times(source_tree, "objects/**/*.o")
+    assert list(library) == ["libtrtforge_cpu.so"]
+
+    assert build(source_tree).returncode == 0
+    assert times(source_tree, "out/**/*.so") == library
+    assert times(source_tree, "objects/**/*.o") == objects
+
+    with (source_tree / "plugins" / "cpu" / "kv_cache_update.cpp").open("a") as f:
+        f.write("// changed\n")
+    assert build(source_tree).returncode == 0
+    new = set(times(source_tree, "objects/**/*.o")) - set(objects)
+    assert new and all(name.startswith("kv_cache_update-") for name in new)
+    assert times(source_tree, "out/**/*.so") != library
+
+
+def test_a_missing_compiler_is_one_clear_line(source_tree: Path) -> None:
+    done = build(source_tree, PATH=str(source_tree / "nothing"))
+    assert done.returncode == 1
+    want = "trtforge: no C++17 compiler found; install g++ (apt-get install g++) or set CXX"
+    assert done.stderr.strip().splitlines()[-1] == want
+
+
+def test_a_compiler_error_is_shown(source_tree: Path) -> None:
+    (source_tree / "plugins" / "cpu" / "kernels.cpp").write_text("int main() { return not_declared; }\n")
+    done = build(source_tree)
+    assert done.returncode == 1 and "not_declared" in done.stderr
+    assert not list(source_tree.glob("out/**/*.so"))
