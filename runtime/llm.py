@@ -36,8 +36,10 @@ class LLM:
         params: for the prompts that are plain text; requests bring their own. Raises the first error of any;
         the others are cancelled then.
         """
-        streams = [self.submit(p, params) for p in prompts]
+        streams: list[Stream] = []
         try:
+            for prompt in prompts:
+                streams.append(self.submit(prompt, params))
             return [stream.result() for stream in streams]
         finally:
             for stream in streams:

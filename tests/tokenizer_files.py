@@ -3,7 +3,16 @@
 import json
 from functools import cache
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 42 degrees!",
@@ -33,7 +42,8 @@ def _sentencepiece(decoder: decoders.Decoder, prepend: bool) -> Tokenizer:
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.train_from_iterator(
-        [text[:60] for text in CORPUS], trainers.BpeTrainer(vocab_size=200, limit_alphabet=60, show_progress=False)
+        [text[:60] for text in CORPUS],
+        trainers.BpeTrainer(vocab_size=200, limit_alphabet=60, show_progress=False),
     )
     raw = json.loads(trained.to_str())["model"]
     pieces = ["<unk>", *SPECIAL, *(f"<0x{b:02X}>" for b in range(256)), *raw["vocab"]]

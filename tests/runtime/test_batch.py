@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import toy
+
 from trtforge.runtime.batch import Batcher, RotationTable
 from trtforge.runtime.manifest import Rope
 from trtforge.runtime.request import Request, Rows, SamplingParams, Step
@@ -28,7 +29,9 @@ def test_rows_become_the_graphs_inputs() -> None:
     assert arrays.block_tables[1].tolist() == [[0, 1, 0], [2, 3, 9], [8, 0, 0]]
     assert arrays.slot_mapping[0].tolist() == [12, 8, 9, 10, 11, 16, 24, 25, 26]
     assert arrays.slot_mapping[1].tolist() == [4, 12, 13, 14, 15, 36, 32, 33, 34]
-    dtypes = {name: getattr(arrays, name).dtype for name in ("token_ids", "positions", "query_start", "kv_lengths")}
+    dtypes = {
+        name: getattr(arrays, name).dtype for name in ("token_ids", "positions", "query_start", "kv_lengths")
+    }
     assert set(dtypes.values()) == {np.dtype(np.int32)}
     assert arrays.slot_mapping[0].dtype == np.int64
     assert arrays.block_tables[0].dtype == arrays.logit_rows.dtype == np.int32

@@ -10,6 +10,7 @@ import tokenizer_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Fast
+
 from trtforge.plugins.errors import UnsupportedModel
 from trtforge.runtime.detokenizer import Detokenizer, TokenBytes
 
@@ -30,7 +31,9 @@ def table(fast: Fast) -> TokenBytes:
     return TokenBytes.from_tokenizer_json(json.loads(fast.to_str()), "test")
 
 
-def streamed(fast: Fast, ids: Sequence[int], prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> list[str]:
+def streamed(
+    fast: Fast, ids: Sequence[int], prompt: Sequence[int] = (), stop: Sequence[str] = ()
+) -> list[str]:
     detokenizer = Detokenizer(table(fast), prompt, stop)
     return [*(detokenizer.feed([i]) for i in ids), detokenizer.finish()]
 

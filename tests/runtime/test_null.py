@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import toy
+
 from trtforge.runtime.batch import Batcher
 from trtforge.runtime.executors.base import StepArrays
 from trtforge.runtime.executors.null import NullBehaviour, NullExecutor

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from transformers.generation import logits_process as hf
+
 from trtforge.plugins.errors import EngineFailure, InvalidArgument
 from trtforge.runtime.request import Request, Rows, SamplingParams, Step
 from trtforge.runtime.sampler import Sampler, candidates, choose, log_probabilities, process, uniform
@@ -16,7 +17,9 @@ VOCAB = 1000
 
 def make(prompt: list[int] | None = None, output: list[int] | None = None, **params: Any) -> Request:
     p = SamplingParams(**{"max_tokens": 100, **params})
-    request = Request("r", prompt or [1, 2, 3], p, seed=p.seed or 0, max_tokens=p.max_tokens, end_ids=frozenset({0}))
+    request = Request(
+        "r", prompt or [1, 2, 3], p, seed=p.seed or 0, max_tokens=p.max_tokens, end_ids=frozenset({0})
+    )
     request.output_ids = output or []
     return request
 
@@ -55,7 +58,9 @@ def test_bad_words_are_hugging_faces() -> None:
 def test_min_tokens_masks_end_tokens_until_there_are_enough() -> None:
     for n in range(5):
         request = make([1, 2], [4] * n, min_tokens=3)
-        expected = through(hf.MinNewTokensLengthLogitsProcessor(2, 3, [0], device="cpu"), [1, 2] + [4] * n, logits(1))
+        expected = through(
+            hf.MinNewTokensLengthLogitsProcessor(2, 3, [0], device="cpu"), [1, 2] + [4] * n, logits(1)
+        )
         np.testing.assert_array_equal(process(logits(1), request), expected)
 
 
@@ -110,7 +115,9 @@ def test_a_flat_distribution_needs_more_than_the_best_few() -> None:
     raw = logits(3, scale=0.01, vocab=20_000)
     left = candidates(raw, SamplingParams(temperature=1.0, top_p=0.7))
     scores = through(hf.TopPLogitsWarper(0.7), [1], raw)
-    assert abs(len(left.tokens) - int(np.isfinite(scores).sum())) <= 1  # the last one is a question of rounding
+    assert (
+        abs(len(left.tokens) - int(np.isfinite(scores).sum())) <= 1
+    )  # the last one is a question of rounding
     assert len(left.tokens) > 13_000
 
 
@@ -195,7 +202,11 @@ def test_extreme_scores_never_make_a_nan() -> None:
     raw = logits(1)
     raw[:] = -1e38
     raw[3], raw[4] = 1e38, 3e38
-    for params in ({"temperature": 0.01}, {"temperature": 1000.0, "top_p": 0.5}, {"temperature": 1.0, "min_p": 1.0}):
+    for params in (
+        {"temperature": 0.01},
+        {"temperature": 1000.0, "top_p": 0.5},
+        {"temperature": 1.0, "min_p": 1.0},
+    ):
         assert choose(raw, make(seed=1, **params)) == 4
     masked = np.full(VOCAB, -np.inf, np.float32)
     masked[7] = 0

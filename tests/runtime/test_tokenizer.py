@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tokenizer_files
 from transformers import PreTrainedTokenizerFast
+
 from trtforge.plugins.errors import EngineFormatError, InvalidArgument
 from trtforge.runtime.tokenizer import Tokenizer
 
@@ -32,7 +33,10 @@ def test_text_gets_the_special_tokens_of_its_own_rule(kind: str) -> None:
     fast = tokenizer_files.KINDS[kind]()
     for text in ("Hello world", "", "  ", "日本語"):
         assert make(kind).encode(text) == fast.encode(text).ids
-        assert make(kind).encode(text, add_special_tokens=False) == fast.encode(text, add_special_tokens=False).ids
+        assert (
+            make(kind).encode(text, add_special_tokens=False)
+            == fast.encode(text, add_special_tokens=False).ids
+        )
     assert make(kind).decode(make(kind).encode("Hello world")) == "Hello world"
 
 

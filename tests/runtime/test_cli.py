@@ -1,0 +1,213 @@
+"""The commands generate and bench, over the toy model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from trtforge.builder.cli import main
+from trtforge.runtime.manifest import Limits
+
+Make = Callable[..., Path]
+
+
+def run(*args: object, input: str | None = None) -> Result:
+    return CliRunner().invoke(main, [str(a) for a in args], input=input)
+
+
+def lines(result: Result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Callable[..., Path]:
+    def write(*objects: object) -> Path:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("\n".join(o if isinstance(o, str) else json.dumps(o) for o in objects) + "\n")
+        return path
+
+    return write
+
+
+def test_a_prompt_streams_its_text(null_engine: Make) -> None:
+    engine = null_engine()
+    shown = run("generate", engine, "--prompt", "hello", "--max_tokens", 20)
+    (line,) = lines(run("generate", engine, "--prompt", "hello", "--max-tokens", 20, "--json"))
+    assert shown.stdout == line["text"] + "\n"
+    assert line == {
+        "id": 1,
+        "text": line["text"],
+        "token_ids": line["token_ids"],
+        "finish_reason": "length",
+        "num_prompt_tokens": 6,
+        "num_cached_tokens": 0,
+    }
+    assert len(line["token_ids"]) == 20
+    assert "KV pool: 4096 blocks of 16 tokens" in shown.stderr
+
+
+def test_chat_uses_the_models_template(null_engine: Make) -> None:
+    engine = null_engine()
+    (chat,) = lines(run("generate", engine, "--chat", "--prompt", "hi", "--json"))
+    (text,) = lines(run("generate", engine, "--prompt", "<s>user: hi\nassistant: ", "--json"))
+    assert chat == text
+
+
+def test_a_file_runs_as_one_batch_in_its_order(
+    null_engine: Make, prompts: Callable[..., Path], tmp_path: Path
+) -> None:
+    asked = [
+        {"id": "first", "prompt": "p" * 40, "max_tokens": 60},
+        "",
+        {"token_ids": [1, 2, 3], "max_tokens": 4, "logprobs": 1},
+        {"id": 7, "messages": [{"role": "user", "content": "hi"}], "temperature": 0.9, "seed": 5, "top_k": 3},
+        *({"id": f"r{i}", "prompt": "x" * i, "max_tokens": 30, "top_p": None} for i in range(20)),
+    ]
+    engine, stats = null_engine(Limits(16, 64, 256)), tmp_path / "stats.json"
+    path = prompts(*asked)
+    answers = lines(
+        run(
+            "generate",
+            engine,
+            "--prompts",
+            path,
+            "--json",
+            "--stats",
+            stats,
+            "--kv_cache_tokens",
+            320,
+            "--max-tokens",
+            9,
+        )
+    )
+    assert [a["id"] for a in answers] == ["first", 3, 7, *(f"r{i}" for i in range(20))]
+    assert [len(a["token_ids"]) for a in answers] == [60, 4, 9] + [30] * 20
+    assert [len(p["top"]) for p in answers[1]["logprobs"]] == [1] * 4
+    counters = json.loads(stats.read_text())
+    assert counters["mean_batch"] > 4
+    assert counters["preemptions"] > 0
+    assert counters["peak_used_blocks"] == counters["max_blocks"] == 20
+    assert counters["final_used_blocks"] == counters["swapped_blocks"] == counters["prefix_hit_tokens"] == 0
+    assert 0 < counters["kv_waste"] < 0.5
+
+    for answer, line in zip(answers, (a for a in asked if a), strict=True):
+        (one,) = lines(
+            run("generate", engine, "--prompts", "-", "--json", "--max-tokens", 9, input=json.dumps(line))
+        )
+        assert one["token_ids"] == answer["token_ids"]
+
+
+def test_a_file_as_text(null_engine: Make, prompts: Callable[..., Path]) -> None:
+    engine, path = null_engine(), prompts({"id": "a", "prompt": "hello", "max_tokens": 5, "stop": "zzz"})
+    shown = run("generate", engine, "--prompts", path)
+    (line,) = lines(run("generate", engine, "--prompts", path, "--json"))
+    assert shown.stdout == f"== a\n{line['text']}\n"
+
+
+def test_bad_words_are_text_and_do_not_come(null_engine: Make, prompts: Callable[..., Path]) -> None:
+    engine = null_engine()
+    free, kept = lines(
+        run(
+            "generate",
+            engine,
+            "--json",
+            "--prompts",
+            prompts(
+                {"prompt": "a", "max_tokens": 80}, {"prompt": "a", "max_tokens": 80, "bad_words": ["g", ""]}
+            ),
+        )
+    )
+    assert "g" in free["text"]
+    assert "g" not in kept["text"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{nope", "not JSON"),
+        ("[1]", "must be a JSON object"),
+        ({"prompt": "x", "max_token": 3}, "unknown key 'max_token'; did you mean 'max_tokens'?"),
+        ({"prompt": "x", "max_tokens": "3"}, "max_tokens: must be an integer"),
+        ({"prompt": "x", "max_tokens": True}, "max_tokens: must be an integer"),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens must be from 1"),
+        ({"prompt": 5}, "prompt: must be a string"),
+        ({"prompt": "x", "stop": [1]}, "stop: must be a string"),
+        ({"token_ids": "x"}, "token_ids: must be a list of integers"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"prompt": "x", "ignore_eos": 1}, "ignore_eos: must be true or false"),
+        ({}, "exactly one of prompt, token_ids and messages"),
+        ({"prompt": "x" * 3000}, "the prompt has 3001 tokens"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ],
+    ids=lambda v: v[:30] if isinstance(v, str) else "",
+)
+def test_a_bad_line_is_named_by_its_number(
+    null_engine: Make, prompts: Callable[..., Path], line: object, words: str
+) -> None:
+    path = prompts({"prompt": "good"}, "", line)
+    result = run("generate", null_engine(), "--prompts", path, "--json")
+    assert result.exit_code == 1
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith(f"error: {path}:3: ")
+    assert words in error
+    assert not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        ([], 2, "either --prompt or --prompts"),
+        (["--prompt", "a", "--prompts", "b"], 2, "either --prompt or --prompts"),
+        (["--prompts", "b", "--chat"], 2, "--chat"),
+        (["--prompts", "no/such/file"], 1, "no/such/file: cannot be read"),
+        (["--prompt", "a", "--kv-memory", "1"], 1, "less than a KV block"),
+        (["--prompt", "a", "--kv-memory", "lots"], 1, "'lots' is not a number of bytes"),
+        (["--prompt", "a", "--users", "3"], 1, "give both"),
+        (["--prompt", "a", "--max-seq-len", "9999"], 1, "built for at most 2048"),
+        (["--prompt", "a", "--stats", "/no/such/folder/x"], 1, "cannot be written"),
+    ],
+    ids=str,
+)
+def test_bad_options(null_engine: Make, args: list[str], code: int, words: str) -> None:
+    result = run("generate", null_engine(), *args)
+    assert result.exit_code == code
+    assert words in result.stderr.splitlines()[-1]
+
+
+def test_an_engine_that_is_none(tmp_path: Path) -> None:
+    result = run("generate", tmp_path, "--prompt", "a")
+    assert (result.exit_code, "not an engine directory" in result.stderr) == (1, True)
+
+
+def test_a_failure_of_the_engine_is_one_line(null_engine: Make) -> None:
+    result = run("generate", null_engine(lost_at=3), "--prompt", "a")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("error: the engine has failed")
+
+
+def test_bench_reports_rates_latencies_and_the_share_of_the_bandwidth(null_engine: Make) -> None:
+    engine = null_engine()
+    options = ["--concurrency", 4, "--prompt-tokens", 50, "--output-tokens", 20]
+    (report,) = lines(run("bench", engine, *options, "--json"))
+    assert report["decode_tokens_per_s"] > 0
+    assert report["prefill_tokens_per_s"] > 0
+    assert 0 < report["ttft_ms_p50"] <= report["ttft_ms_p99"]
+    assert 0 < report["itl_ms_p50"] <= report["itl_ms_p99"]
+    assert report["bytes_per_token"] == 60 * 16  # no weights; K and V of 50 + 10 tokens, 16 bytes each
+    assert report["bandwidth_share"] == pytest.approx(
+        report["bytes_per_token"] * report["decode_tokens_per_s"] / report["read_bytes_per_s"], rel=1e-4
+    )
+    assert 1 < report["mean_batch"] <= 4
+    assert sum(report[f"{part}_share"] for part in ("plan", "run", "sample", "send")) == pytest.approx(
+        1, abs=1e-4
+    )
+    assert "between tokens" in run("bench", engine, *options).stdout
+
+
+def test_bench_refuses_what_cannot_run_at_once(null_engine: Make) -> None:
+    result = run("bench", null_engine(Limits(2, 64, 256)), "--concurrency", 3)
+    assert "above max_batch_size 2" in result.stderr
