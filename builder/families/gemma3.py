@@ -44,6 +44,8 @@ DEFAULTS = {
 
 def spec(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], max_seq_len: int) -> ModelSpec:
     text = config.get("text_config") or {}
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"config.json: text_config is {text!r}, want an object")
     fields = Fields({**config, **text, "architectures": config["architectures"]}, DEFAULTS)
     layers = num_layers(fields, tensors)
     pattern = fields.size("sliding_window_pattern")
@@ -72,8 +74,10 @@ def spec(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], max_seq_l
 def _ropes(fields: Fields) -> list[dict[str, Any]]:
     """The rotations of global and of local layers; a scaling rule in the older spelling is the global one's."""
     given = fields.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"config.json: rope_parameters is {given!r}, want an object")
+    if not isinstance(given, Mapping) or not all(isinstance(v, Mapping | None) for v in given.values()):
+        raise CheckpointError(
+            f"config.json: rope_parameters is {given!r}, want an object for each kind of layer"
+        )
     both = (
         ("full_attention", "rope_theta", fields.get("rope_scaling")),
         ("sliding_attention", "rope_local_base_freq", None),
