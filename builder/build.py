@@ -79,7 +79,7 @@ def _build(
     from trtforge.builder.graph import build_graph, lazy_weights
     from trtforge.builder.passes import run_passes
 
-    translation, config = _translate(checkpoint, config)
+    translation, config = settle(checkpoint, config)
     spec = translation.spec
     kv = spec.kv_layout(config.kv_cache_dtype, config.tokens_per_block)
     tokenizer = checkpoint.tokenizer()
@@ -121,7 +121,7 @@ def _build(
     return manifest
 
 
-def _translate(checkpoint: Checkpoint, config: BuildConfig) -> tuple[Translation, BuildConfig]:
+def settle(checkpoint: Checkpoint, config: BuildConfig) -> tuple[Translation, BuildConfig]:
     """The model, and the config with what it left open settled."""
     limits = config.limits
     asked = limits.max_seq_len

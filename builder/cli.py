@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,6 +21,9 @@ from trtforge.builder.spec import BuildConfig
 from trtforge.plugins.errors import ForgeError
 from trtforge.plugins.kv_dtypes import AUTO_KV_DTYPE, KV_DTYPES
 from trtforge.runtime.manifest import Limits
+
+if TYPE_CHECKING:
+    from trtforge.builder.devices import Device
 
 #: Command -> module that has it under that name, and its line in `trtforge --help`, which so needs no import.
 #: A test holds each line equal to the first line of the command's own help.
@@ -244,23 +247,33 @@ def plan(model: str, gpu: str | None, memory: str | None, as_json: bool, **optio
 
     from trtforge.builder import devices
     from trtforge.builder import plan as planning
+    from trtforge.builder.build import check_config, settle
     from trtforge.builder.checkpoint import open_checkpoint
-    from trtforge.builder.translate import translate
     from trtforge.builder.units import parse_bytes
 
     config = build_config(**options)
+    check_config(config)
     checkpoint = open_checkpoint(model)
     try:
-        spec = translate(checkpoint, config.limits.max_seq_len).spec
+        translation, config = settle(checkpoint, config)
     finally:
         checkpoint.close()
-    device = devices.gpu(gpu) if gpu else devices.this_machine()
+    device = devices.gpu(gpu) if gpu else this_machine()
     if memory:
         device = replace(device, memory=parse_bytes(memory))
-    answer = planning.plan(spec, config, device)
+    answer = planning.plan(translation.spec, config, device)
     click.echo(json.dumps(answer.to_json()) if as_json else planning.as_text(answer))
     if answer.impossible:
         click.get_current_context().exit(1)
+
+
+def this_machine() -> "Device":
+    """The CPU here: the memory that is free now, and the bandwidth as it is measured now."""
+    from trtforge.builder.devices import Device
+    from trtforge.runtime.bench import read_bandwidth
+    from trtforge.runtime.config import available_memory
+
+    return Device("this machine's CPU", available_memory(), read_bandwidth())
 
 
 @click.command()

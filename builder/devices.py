@@ -1,15 +1,12 @@
-"""Devices that a plan can be made for: the GPUs of gpus.toml, and this machine's CPU."""
+"""Devices that a plan can be made for; the GPUs are those of gpus.toml."""
 
 import difflib
-import os
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from trtforge.plugins.errors import EnvironmentProblem, InvalidArgument
+from trtforge.plugins.errors import InvalidArgument
 
 #: Of a GPU's memory, what is left after CUDA's context and fragmentation.
 GPU_SHARE = 0.9
@@ -49,37 +46,3 @@ def gpu(name: str) -> Device:
             f"GPU {name!r} is unknown; nearest: {by_name[nearest[0]].name}; all: {', '.join(gpus())}"
         )
     return by_name[name.lower()]
-
-
-def available_memory() -> int:
-    """Bytes of this machine that can be had without swapping; no more than the control group allows."""
-    limit = sys.maxsize
-    try:
-        meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        limit = int(meminfo["MemAvailable"].split()[0]) << 10
-        group = Path("/sys/fs/cgroup/memory.max")
-        if group.is_file() and group.read_text().strip() != "max":
-            limit = min(limit, int(group.read_text()))
-    except (OSError, KeyError, ValueError) as e:
-        raise EnvironmentProblem(f"cannot tell how much memory is free here ({e}); give --memory") from e
-    return limit
-
-
-def this_machine() -> Device:
-    """The CPU here: the memory that is free now, and the bandwidth measured now (a third of a second)."""
-    return Device("this machine's CPU", available_memory(), memory_bandwidth())
-
-
-def memory_bandwidth(repeats: int = 3) -> float:
-    """Bytes per second that all cores together read: the best of some passes over more than any cache."""
-    import numpy as np
-
-    cores = len(os.sched_getaffinity(0))
-    arrays = [np.ones(1 << 24, np.int64) for _ in range(cores)]  # 128 MB each
-    best = 0.0
-    with ThreadPoolExecutor(cores) as pool:
-        for _ in range(repeats):
-            start = time.perf_counter()
-            list(pool.map(np.max, arrays))  # the interpreter's lock is released inside
-            best = max(best, cores * arrays[0].nbytes / (time.perf_counter() - start))
-    return best

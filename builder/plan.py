@@ -12,8 +12,7 @@ from trtforge.builder import recipes
 from trtforge.builder.devices import Device
 from trtforge.builder.spec import BuildConfig, ModelSpec, QuantSpec
 from trtforge.builder.units import format_bytes
-from trtforge.plugins.errors import InvalidArgument
-from trtforge.plugins.kv_dtypes import AUTO_KV_DTYPE, KV_DTYPES
+from trtforge.plugins.kv_dtypes import KV_DTYPES
 from trtforge.runtime.manifest import KVLayout
 
 #: Group sizes that int4 weights may have, largest first; the first that divides a row is taken.
@@ -80,7 +79,6 @@ class Plan:
     recipes: tuple[RecipePlan, ...]
     kv_dtypes: tuple[KVPlan, ...]
     impossible: tuple[str, ...]
-    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> Mapping[str, Any]:
         return asdict(self)
@@ -142,7 +140,7 @@ def kv_read_bytes(spec: ModelSpec, dtype: str, context: int) -> int:
 
 
 def plan(spec: ModelSpec, config: BuildConfig, device: Device) -> Plan:
-    """Raises InvalidArgument for an unknown recipe or cache dtype."""
+    """config: settled (builder/build.py). Raises InvalidArgument for an unknown recipe."""
     quants = [recipes.load(name) for name in recipes.names()]
     chosen = recipes.load(config.recipe)
     if chosen not in quants:
@@ -150,11 +148,7 @@ def plan(spec: ModelSpec, config: BuildConfig, device: Device) -> Plan:
     recipe_plans = tuple(plan_recipe(spec, quant, device) for quant in quants)
     recipe = next(r for r, quant in zip(recipe_plans, quants, strict=True) if quant == chosen)
 
-    dtype = AUTO_KV_DTYPE if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    if dtype not in KV_DTYPES:
-        raise InvalidArgument(
-            f"KV cache dtype {dtype!r} is unknown; choose from: auto, {', '.join(KV_DTYPES)}"
-        )
+    dtype = config.kv_cache_dtype
     kv_plans = tuple(plan_kv(spec, name, config.tokens_per_block, device) for name in KV_DTYPES)
     kv = next(k for k in kv_plans if k.name == dtype)
 
@@ -165,12 +159,6 @@ def plan(spec: ModelSpec, config: BuildConfig, device: Device) -> Plan:
         plan_context(spec, config, device, recipe, dtype, blocks, context)
         for context in context_steps(config.limits.max_seq_len)
     )
-    warnings = []
-    if config.limits.max_seq_len > spec.max_position_embeddings:
-        warnings.append(
-            f"max_seq_len {config.limits.max_seq_len} is beyond the {spec.max_position_embeddings} positions that "
-            "the model was made for"
-        )
     return Plan(
         model=spec.name,
         family=spec.family,
@@ -192,7 +180,6 @@ def plan(spec: ModelSpec, config: BuildConfig, device: Device) -> Plan:
         recipes=recipe_plans,
         kv_dtypes=kv_plans,
         impossible=tuple(impossibilities(config, device, recipe, kv, workspace, blocks)),
-        warnings=tuple(warnings),
     )
 
 
@@ -263,5 +250,4 @@ def as_text(p: Plan) -> str:
     lines += ["KV dtype    " + ", ".join(f"{k.name} {k.bytes_per_token} B/token" for k in p.kv_dtypes)]
     reasons = [r.impossible for r in p.recipes] + [k.impossible for k in p.kv_dtypes]
     lines += [f"not here: {reason}" for reason in reasons if reason and reason not in p.impossible]
-    lines += [f"warning: {warning}" for warning in p.warnings]
     return "\n".join([*lines, *(f"impossible: {reason}" for reason in p.impossible)])
