@@ -30,7 +30,9 @@ STREAMS = 16
 PROMPT = "Tell me something about the sea, the sky and number {i}."
 
 
-def stream_all(server: TritonServer, model: str, bodies: Sequence[dict[str, Any]]) -> tuple[float, list[bytes]]:
+def stream_all(
+    server: TritonServer, model: str, bodies: Sequence[dict[str, Any]]
+) -> tuple[float, list[bytes]]:
     """Send all requests at once and read their streams to the end: (seconds, what each received)."""
     host = urllib.parse.urlsplit(server.http_url)
     received = [bytearray() for _ in bodies]
@@ -87,7 +89,9 @@ def generate(engine_dir: Path, streams: int, tokens: int) -> float:
     with Engine.open(engine_dir, EngineConfig()) as engine:
         engine.submit(GenerationRequest("warm", prompt="Hello", params=SamplingParams(max_tokens=4))).result()
         start = time.perf_counter()
-        requests = [GenerationRequest(str(i), prompt=PROMPT.format(i=i), params=params) for i in range(streams)]
+        requests = [
+            GenerationRequest(str(i), prompt=PROMPT.format(i=i), params=params) for i in range(streams)
+        ]
         running = [engine.submit(r) for r in requests]
         total = sum(len(r.result().token_ids) for r in running)
         return total / (time.perf_counter() - start)
@@ -103,11 +107,15 @@ def through_triton(engine_dir: Path, repository: Path, streams: int, tokens: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", type=Path, help="an engine directory; its tokens per second are compared")
     parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--tokens", type=int, default=100, help="of each stream")
-    parser.add_argument("--rounds", type=int, default=3, help="of the comparison; the best of each side counts")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of the comparison; the best of each side counts"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         null = responses_per_second(Path(scratch), args.streams, args.tokens)
@@ -119,11 +127,15 @@ def main() -> None:
             alone, served = [], []
             for _ in range(args.rounds):
                 alone.append(generate(args.engine, args.streams, args.tokens))
-                served.append(through_triton(args.engine, Path(scratch) / "repository", args.streams, args.tokens))
+                served.append(
+                    through_triton(args.engine, Path(scratch) / "repository", args.streams, args.tokens)
+                )
             result |= {"generate_tokens_per_s": max(alone), "triton_tokens_per_s": max(served)}
             result["triton_over_generate"] = max(served) / max(alone)
             print(f"  generate             {max(alone):8.1f} tokens/s")
-            print(f"  Triton, ensemble     {max(served):8.1f} tokens/s  ({result['triton_over_generate']:.2f} of it)")
+            print(
+                f"  Triton, ensemble     {max(served):8.1f} tokens/s  ({result['triton_over_generate']:.2f} of it)"
+            )
     print(json.dumps(result))
 
 

@@ -37,7 +37,11 @@ CANCEL_SECONDS, CANCEL_SHARE = 0.02, 1 / 30
 
 
 class Job:
-    """A Triton request: its sender, and one answer for each sequence that is still running."""
+    """A Triton request: its sender, and one answer for each sequence that is still running.
+
+    Triton frees what `is_cancelled` looks at when the final flag comes, and dies if they meet: `ending` keeps
+    them apart.
+    """
 
     def __init__(self, number: int, request: Any) -> None:
         self.number = number
@@ -45,6 +49,7 @@ class Job:
         self.client_id: str = request.request_id()
         self.wanted = frozenset(request.requested_output_names())
         self.answers: dict[str, Answer] = {}
+        self.ending = threading.Lock()
         self.done = False  # the final flag was sent
         self.gone = False  # so is the client
 
@@ -176,20 +181,24 @@ class Front:
             self.port.cancel(id)
 
     def _send(self, job: Job, tensors: dict[str, Any], final: bool) -> None:
-        job.done = job.done or final
-        response = self.pb.InferenceResponse(
-            output_tensors=[self.pb.Tensor(n, a) for n, a in tensors.items() if n in job.wanted]
-        )
-        job.sender.send(response, flags=self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
+        tensors = {n: a for n, a in tensors.items() if n in job.wanted}
+        response = self.pb.InferenceResponse([self.pb.Tensor(n, a) for n, a in tensors.items()])
+        if final:
+            self._end(job, response)
+        else:
+            job.sender.send(response)
 
     def _fail(self, job: Job, error: Exception) -> None:
         if not isinstance(error, ForgeError):
             error = EngineFailure(f"{type(error).__name__}: {error}")
-        job.done = True
         code = getattr(self.pb.TritonError, CODES.get(getattr(error, "code", error.code_word), "INTERNAL"))
         message = " ".join(error.wire_message().split())
-        response = self.pb.InferenceResponse(output_tensors=[], error=self.pb.TritonError(message, code))
-        job.sender.send(response, flags=self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self._end(job, self.pb.InferenceResponse([], error=self.pb.TritonError(message, code)))
+
+    def _end(self, job: Job, response: Any) -> None:
+        with job.ending:
+            job.done = True
+            job.sender.send(response, flags=self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     # --- clients go away
 
@@ -198,8 +207,11 @@ class Front:
         while not self._stopping.wait(pause):
             started = time.monotonic()
             for job in list(self._jobs.values()):
-                if not (job.done or job.gone) and job.sender.is_cancelled():
-                    job.gone = True
+                if job.gone:
+                    continue
+                with job.ending:
+                    job.gone = not job.done and job.sender.is_cancelled()
+                if job.gone:
                     for id in list(job.answers):
                         self.port.cancel(id)
             pause = max(CANCEL_SECONDS, (time.monotonic() - started) / CANCEL_SHARE)

@@ -1,6 +1,7 @@
 """Helpers around one real Triton that serves several toy engines; the fixture `served` starts it."""
 
 import json
+import queue
 import shutil
 import threading
 import time
@@ -8,8 +9,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import np_to_triton_dtype
 
 from trtforge.model_repo.package import package
 from trtforge.model_repo.serve import TritonServer
@@ -33,7 +39,9 @@ class Served:
     server: TritonServer
     engine: Engine
 
-    def post(self, model: str, verb: str, body: dict[str, Any] | bytes, timeout: float = 30) -> tuple[int, str]:
+    def post(
+        self, model: str, verb: str, body: dict[str, Any] | bytes, timeout: float = 30
+    ) -> tuple[int, str]:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.server.http_url}/v2/models/{model}/{verb}", raw)
         try:
@@ -73,7 +81,7 @@ class Served:
     def used_blocks(self, model: str = "tensorrt_llm") -> float:
         return self.metric("nv_trt_llm_kv_cache_block_metrics", model, kv_cache_block_type="used")
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 5) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 10) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"not after {seconds} s: {what}"
@@ -124,3 +132,32 @@ class Companion:
     def __exit__(self, *_: object) -> None:
         self._thread.join(30)
         assert self.text == self.served.alone("companion", self.tokens, ignore_eos=True).text
+
+
+def tensor(client: Any, name: str, data: Any) -> Any:
+    array = np.asarray(data)
+    t = client.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+    t.set_data_from_numpy(array)
+    return t
+
+
+def text(value: str) -> Any:
+    return np.array([[value]], dtype=object)
+
+
+def stream_infer(served: Served, model: str, inputs: list[Any], **options: Any) -> list[Any]:
+    """All results of one request over a gRPC stream; raises the first error."""
+    results: queue.Queue[Any] = queue.Queue()
+    with grpcclient.InferenceServerClient(served.server.grpc_url) as client:
+        client.start_stream(partial(lambda q, result, error: q.put((result, error)), results))
+        client.async_stream_infer(model, inputs, enable_empty_final_response=True, **options)
+        seen = []
+        while True:
+            result, error = results.get(timeout=30)
+            if error:
+                raise error
+            response = result.get_response()
+            if response.outputs:
+                seen.append(result)
+            if response.parameters["triton_final_response"].bool_param:
+                return seen

@@ -15,7 +15,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("served")
     repository = write_engines(root)
     write_null_engine(root / "reference", LIMITS)
-    with Engine.open(root / "reference") as engine, TritonServer(repository, ready_timeout=90) as server:
+    log = root / "triton.log"
+    with (
+        Engine.open(root / "reference") as engine,
+        TritonServer(repository, ready_timeout=90, log_file=log) as server,
+    ):
         yield Served(server, engine)
 
 

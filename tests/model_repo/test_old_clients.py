@@ -11,41 +11,12 @@ import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 import tritonclient.utils.shared_memory as shm
-from served import Served
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype, serialize_byte_tensor
+from served import Served, stream_infer, tensor, text
+from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 pytestmark = pytest.mark.slow
 
 PROMPT = "What is machine learning?"
-
-
-def tensor(client: Any, name: str, data: Any) -> Any:
-    array = np.asarray(data)
-    t = client.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-    t.set_data_from_numpy(array)
-    return t
-
-
-def text(value: str) -> Any:
-    return np.array([[value]], dtype=object)
-
-
-def stream_infer(served: Served, model: str, inputs: list[Any], **options: Any) -> list[Any]:
-    """All results of one request over a gRPC stream; raises the first error."""
-    results: queue.Queue[Any] = queue.Queue()
-    with grpcclient.InferenceServerClient(served.server.grpc_url) as client:
-        client.start_stream(partial(lambda q, result, error: q.put((result, error)), results))
-        client.async_stream_infer(model, inputs, enable_empty_final_response=True, **options)
-        seen = []
-        while True:
-            result, error = results.get(timeout=30)
-            if error:
-                raise error
-            response = result.get_response()
-            if response.outputs:
-                seen.append(result)
-            if response.parameters["triton_final_response"].bool_param:
-                return seen
 
 
 # --- README curl, vLLM's, TRT-LLM's and SGLang's benchmarks: plain HTTP
@@ -85,9 +56,13 @@ def test_serving_benchmarks(served: Served, model: str, extra: dict[str, Any]) -
 
 
 def test_streams_are_refused_where_they_cannot_be(served: Served) -> None:
-    status, body = served.post("flat_ensemble", "generate_stream", {"text_input": "x", "max_tokens": 2, "stream": True})
+    status, body = served.post(
+        "flat_ensemble", "generate_stream", {"text_input": "x", "max_tokens": 2, "stream": True}
+    )
     assert status == 400
-    assert body.startswith('data: {"error":"[INVALID_ARG] stream is true, but this repository was packaged with')
+    assert body.startswith(
+        'data: {"error":"[INVALID_ARG] stream is true, but this repository was packaged with'
+    )
 
 
 # --- inflight_batcher_llm_client: token ids over gRPC
@@ -335,7 +310,8 @@ def test_shared_memory_inputs(served: Served, protocol: str) -> None:
         shm.set_shared_memory_region(region, [tokens], offset=sizes[0])
         with module.InferenceServerClient(url) as client:
             client.register_system_shared_memory("in", "/trtforge_test_in", sum(sizes))
-            inputs = [module.InferInput("text_input", [1, 1], "BYTES"), module.InferInput("max_tokens", [1, 1], "INT32")]
+            declared = (("text_input", "BYTES"), ("max_tokens", "INT32"))
+            inputs = [module.InferInput(name, [1, 1], dtype) for name, dtype in declared]
             inputs[0].set_shared_memory("in", sizes[0])
             inputs[1].set_shared_memory("in", sizes[1], offset=sizes[0])
             result = client.infer("flat_ensemble", inputs)
@@ -349,21 +325,28 @@ def test_http_async_infer(served: Served) -> None:
     url = served.server.http_url.removeprefix("http://")
     with httpclient.InferenceServerClient(url, concurrency=4) as client:
         prompts = [f"prompt {i}" for i in range(4)]
-        running = [client.async_infer("flat_ensemble", text_inputs(httpclient, [p], 8, False)) for p in prompts]
+        running = [
+            client.async_infer("flat_ensemble", text_inputs(httpclient, [p], 8, False)) for p in prompts
+        ]
         texts = [r.get_result(timeout=30).as_numpy("text_output")[0].decode() for r in running]
     assert texts == [served.alone(p, 8).text for p in prompts]
 
 
 def test_echo_log_probs_and_performance(served: Served) -> None:
     expected = served.alone("hello", 5, logprobs=0)
-    body = {"text_input": "hello", "max_tokens": 5, "exclude_input_in_output": False, "return_log_probs": True}
+    body = {
+        "text_input": "hello",
+        "max_tokens": 5,
+        "exclude_input_in_output": False,
+        "return_log_probs": True,
+    }
     answer = served.generate("ensemble", {**body, "return_perf_metrics": True})
     assert answer["text_output"] == "hello" + expected.text
     log_probs = [t.logprob for t in expected.logprobs]
     assert answer["output_log_probs"] == pytest.approx(log_probs, rel=1e-5)
     assert answer["cum_log_probs"] == pytest.approx(sum(log_probs), rel=1e-5)
     assert answer["kv_cache_alloc_total_blocks"] == answer["kv_cache_alloc_new_blocks"] == 1
-    times = [answer[n] for n in ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")]
+    times = [answer[f"{n}_time_ns"] for n in ("arrival", "first_scheduled", "first_token", "last_token")]
     assert times == sorted(times) and times[0] > 0
     core = {"input_ids": [1, 2, 3], "input_lengths": 3, "request_output_len": 4}
     echoed = served.generate("tensorrt_llm", {**core, "exclude_input_in_output": False})
@@ -380,12 +363,16 @@ def test_stop_and_bad_words(served: Served) -> None:
         "stop",
         word,
     )
-    lines = served.stream("ensemble", {"text_input": "stop here", "max_tokens": 40, "stop_words": word, "stream": True})
+    lines = served.stream(
+        "ensemble", {"text_input": "stop here", "max_tokens": 40, "stop_words": word, "stream": True}
+    )
     assert "".join(x["text_output"] for x in lines) == whole[: whole.index(word)]
     bad = served.generate("ensemble", {"text_input": "stop here", "max_tokens": 40, "bad_words": [whole[0]]})
     assert whole[0] not in bad["text_output"]
     liked = {"embedding_bias_words": ["q"], "embedding_bias_weights": [50.0]}
-    assert served.generate("ensemble", {"text_input": "x", "max_tokens": 6, **liked})["text_output"] == "qqqqqq"
+    assert (
+        served.generate("ensemble", {"text_input": "x", "max_tokens": 6, **liked})["text_output"] == "qqqqqq"
+    )
 
 
 def test_a_token_level_stop_list(served: Served) -> None:
@@ -409,7 +396,8 @@ def test_a_token_level_stop_list(served: Served) -> None:
 
 def test_messages(served: Served) -> None:
     turns = [{"role": "user", "content": "Hi"}]
-    answer = served.generate("ensemble", {"messages": json.dumps(turns), "max_tokens": 8, "return_num_input_tokens": True})
+    body = {"messages": json.dumps(turns), "max_tokens": 8, "return_num_input_tokens": True}
+    answer = served.generate("ensemble", body)
     rendered = served.engine.tokenizer.encode_messages(turns)
     assert answer["num_input_tokens"] == len(rendered)
     assert answer["text_output"] == served.alone(rendered, 8).text
