@@ -17,7 +17,17 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
 
     Raises CheckpointError if it is missing, damaged or hostile, UnsupportedModel if it is something else.
     """
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError as e:  # ~nobody
+        raise CheckpointError(f"{source}: cannot be opened ({e})") from e
+    try:
+        return _open(source, path)
+    except OSError as e:  # a directory that may not be listed, a name that is too long
+        raise CheckpointError(f"{source}: cannot be opened ({e.strerror})") from e
+
+
+def _open(source: str | Path, path: Path) -> Checkpoint:
     if path.is_dir():
         return _open_directory(path)
     if path.is_file():
@@ -30,11 +40,8 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
 
 
 def _open_file(path: Path) -> Checkpoint:
-    try:
-        with path.open("rb") as f:
-            magic = f.read(4)
-    except OSError as e:
-        raise CheckpointError(f"{path}: cannot be read ({e.strerror})") from e
+    with path.open("rb") as f:
+        magic = f.read(4)
     if magic == b"GGUF" or path.suffix == ".gguf":
         return _open_gguf(path)
     if path.suffix in (".safetensors", ".bin", ".json"):

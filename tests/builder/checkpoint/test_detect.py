@@ -79,6 +79,12 @@ def test_a_missing_path_is_not_looked_for_on_the_hub(source: str, monkeypatch: p
         open_checkpoint(source)
 
 
+@pytest.mark.parametrize("source", ["x" * 5000, "~nobody-of-this-name/model"])
+def test_a_path_that_cannot_be_is_an_error_like_others(source: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        open_checkpoint(source)
+
+
 def test_a_hub_id_fetches_what_a_build_needs(
     tiny_checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
