@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+
 from trtforge.builder.compare import Comparer, Comparison, Limits
 
 LIMITS = Limits(mean_kl=0.01, top1_agreement=0.9, perplexity_ratio=1.05)
@@ -35,7 +36,9 @@ def test_kl_of_two_outcomes() -> None:
     reference = np.log(np.array([[p, 1 - p]], np.float32))
     logits = np.log(np.array([[q, 1 - q]], np.float32)) + 3  # a shift of all logits changes nothing
     result = compare(logits, reference, np.array([0]))
-    assert result.mean_kl == pytest.approx(p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)), rel=1e-5)
+    assert result.mean_kl == pytest.approx(
+        p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)), rel=1e-5
+    )
     assert result.perplexity == pytest.approx(1 / q, rel=1e-6)
     assert result.reference_perplexity == pytest.approx(1 / p, rel=1e-6)
 
