@@ -4,6 +4,7 @@ The library is built against the pinned openvino wheel: its headers, its libopen
 package's place. It is no Python extension, so one wheel serves every Python version of a platform.
 """
 
+import filecmp
 import hashlib
 import importlib.util
 import os
@@ -11,6 +12,7 @@ import platform
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -19,6 +21,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "plugins" / "cpu"
+CACHE = ROOT / "build" / "cpu"
 #: Compiled once per instruction set; the others once.
 KERNELS = ("kv_cache_update.cpp", "paged_attention.cpp")
 SHARED = ("kernels.cpp", "openvino_ops.cpp")
@@ -61,62 +64,66 @@ def shared_library(libs: Path, pattern: str) -> str:
     return found[0]
 
 
-def run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise SystemExit(f"trtforge: the C++ compiler failed: {' '.join(command)}\n{result.stderr}")
+def made(command: list[str], inputs: bytes, stem: str, suffix: str) -> Path:
+    """The file that `command -o FILE` makes, reused if the command and what it reads are unchanged.
+
+    Kept in build/cpu, which pip's isolated and editable builds share. The place of the openvino package, a
+    temporary one in such builds, does not count; its version does.
+    """
+    place = str(find_openvino())
+    key = repr([c.replace(place, "") for c in command]) + version("openvino")
+    target = CACHE / f"{stem}-{hashlib.sha256(key.encode() + inputs).hexdigest()[:16]}{suffix}"
+    if not target.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        part = target.with_suffix(f".{os.getpid()}")
+        result = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True)
+        if result.returncode:
+            raise SystemExit(f"trtforge: the C++ compiler failed: {' '.join(command)}\n{result.stderr}")
+        part.rename(target)
+    return target
 
 
-def compile_objects(compiler: str, openvino: Path, objects: Path) -> list[Path]:
-    """Object files of all sources, those reused whose source, headers and command are unchanged."""
+def compile_objects(compiler: str) -> list[Path]:
     headers = b"".join(p.read_bytes() for p in sorted(SOURCES.glob("*.hpp")))
     isas = ISA_FLAGS if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
-    jobs = [(source, ["-isystem", str(openvino / "include")], "") for source in SHARED]
+    jobs = [(source, ["-isystem", str(find_openvino() / "include")], "") for source in SHARED]
     jobs += [
-        (source, [*flags, f"-DTRTFORGE_ISA={isa}"], isa) for isa, flags in isas.items() for source in KERNELS
+        (source, [*flags, f"-DTRTFORGE_ISA={isa}"], f"-{isa}")
+        for isa, flags in isas.items()
+        for source in KERNELS
     ]
 
     def compile_one(job: tuple[str, list[str], str]) -> Path:
-        source, flags, isa = job
-        command = [compiler, *FLAGS, *flags, "-c", str(SOURCES / source)]
-        digest = hashlib.sha256(
-            repr(command).encode() + headers + (SOURCES / source).read_bytes()
-        ).hexdigest()[:16]
-        target = objects / f"{Path(source).stem}{'-' * bool(isa)}{isa}-{digest}.o"
-        if not target.exists():
-            part = target.with_suffix(".part")
-            run([*command, "-o", str(part)])
-            part.rename(target)
-        return target
+        source, flags, suffix = job
+        path = SOURCES / source
+        command = [compiler, *FLAGS, *flags, "-c", str(path)]
+        return made(command, headers + path.read_bytes(), path.stem + suffix, ".o")
 
-    objects.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(compile_one, jobs))
 
 
-def link(compiler: str, openvino: Path, objects: list[Path], library: Path) -> None:
-    libs = openvino / "libs"
+def link(compiler: str, objects: list[Path]) -> Path:
+    libs = find_openvino() / "libs"
     names = [shared_library(libs, "libopenvino.so.*"), shared_library(libs, "libtbb.so.*")]
     # site-packages/trtforge/plugins/cpu -> site-packages/openvino/libs; in an editable install the
     # libraries are found by soname, loaded before by `import openvino`
     rpath = "-Wl,-rpath,$ORIGIN/../../../openvino/libs"
-    library.parent.mkdir(parents=True, exist_ok=True)
-    part = library.with_suffix(".part")
     flags = [f"-L{libs}", *(f"-l:{name}" for name in names), rpath, "-Wl,--no-undefined", "-Wl,-s"]
-    run([compiler, "-shared", "-o", str(part), *map(str, objects), *flags])
-    part.rename(library)  # atomic: a running process keeps the library that it has mapped
+    return made([compiler, "-shared", *map(str, objects), *flags], b"", "libtrtforge_cpu", ".so")
 
 
 class BuildLibrary(build_ext):
     """Compiles with the plain compiler; setuptools only decides where the library goes."""
 
     def build_extension(self, ext: Extension) -> None:
-        compiler, openvino = find_compiler(), find_openvino()
-        objects = compile_objects(compiler, openvino, Path(self.build_temp) / "cpu")
-        library = Path(self.get_ext_fullpath(ext.name))
-        newest = max(p.stat().st_mtime for p in objects)
-        if self.force or not library.exists() or library.stat().st_mtime < newest:
-            link(compiler, openvino, objects, library)
+        compiler = find_compiler()
+        library, target = link(compiler, compile_objects(compiler)), Path(self.get_ext_fullpath(ext.name))
+        if not target.exists() or not filecmp.cmp(library, target, shallow=False):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part = target.with_suffix(f".{os.getpid()}")
+            shutil.copy(library, part)
+            part.rename(target)  # atomic: a running process keeps the library that it has mapped
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"

@@ -26,7 +26,7 @@ def source_tree(tmp_path: Path) -> Path:
 
 
 def build(place: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "setup.py", "build_ext", "--build-lib", "out", "--build-temp", "objects"]
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", "out"]
     env = {k: v for k, v in os.environ.items() if k != "CXX"} | environment
     return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
 
@@ -38,19 +38,28 @@ def times(place: Path, pattern: str) -> dict[str, int]:
 @pytest.mark.slow
 def test_only_what_changed_is_compiled(source_tree: Path) -> None:
     assert build(source_tree).returncode == 0
-    library, objects = times(source_tree, "out/**/*.so"), times(source_tree, "objects/**/*.o")
+    library, objects = times(source_tree, "out/**/*.so"), times(source_tree, "build/cpu/*.o")
     assert list(library) == ["libtrtforge_cpu.so"]
+    (built,) = source_tree.glob("out/**/*.so")
+    original = built.read_bytes()
 
     assert build(source_tree).returncode == 0
     assert times(source_tree, "out/**/*.so") == library
-    assert times(source_tree, "objects/**/*.o") == objects
+    assert times(source_tree, "build/cpu/*.o") == objects
 
-    with (source_tree / "plugins" / "cpu" / "kv_cache_update.cpp").open("a") as f:
-        f.write("// changed\n")
+    source = source_tree / "plugins" / "cpu" / "kernels.cpp"
+    text = source.read_text()
+    source.write_text(
+        text + 'extern "C" __attribute__((visibility("default"))) int changed() { return 1; }\n'
+    )
     assert build(source_tree).returncode == 0
-    new = set(times(source_tree, "objects/**/*.o")) - set(objects)
-    assert new and all(name.startswith("kv_cache_update-") for name in new)
-    assert times(source_tree, "out/**/*.so") != library
+    assert built.read_bytes() != original
+    new = set(times(source_tree, "build/cpu/*.o")) - set(objects)
+    assert len(new) == 1 and new.pop().startswith("kernels-")
+
+    source.write_text(text)
+    assert build(source_tree).returncode == 0
+    assert built.read_bytes() == original
 
 
 def test_a_missing_compiler_is_one_clear_line(source_tree: Path) -> None:
