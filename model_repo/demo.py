@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 from trtforge.model_repo.client import Prompt, send
@@ -83,15 +84,15 @@ def prepare(model: Path, out: Path) -> Path:
 
     engine, repository = out / "engine", out / "repository"
     try:
-        manifest.load(engine)
-        print(f"reusing the engine in {engine}")
-    except EngineFormatError:
+        built_with = manifest.load(engine).versions
+        if {**built_with, "openvino": version("openvino"), "trtforge": version("trtforge")} != built_with:
+            raise EngineFormatError(f"{engine} was built with other versions")
+        require_sound(repository)
+    except (EngineFormatError, RepositoryError):
         run_command("build", model, "-o", engine)
         run_command("package", engine, "-o", repository)
-    try:
-        require_sound(repository)
-    except RepositoryError:
-        run_command("package", engine, "-o", repository)
+    else:
+        print(f"engine and repository are in {out} already")
     return repository
 
 

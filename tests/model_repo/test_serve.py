@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -223,6 +224,28 @@ def test_stop_during_loading(unchecked: None, tmp_path: Path) -> None:
         server.start()
     assert processes(str(repository)) == []
     assert regions(os.getpid()) == []
+
+
+@pytest.mark.slow
+def test_the_machines_own_triton_is_preferred(
+    unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Laid out as in Triton's containers: /opt/tritonserver/{bin,backends/python}, the stub among the latter."""
+    wheel = launch.find_installation()
+    assert wheel is not None and wheel.libraries is not None, "no wheel, so nothing to lay out"
+    root = tmp_path / "opt" / "tritonserver"
+    shutil.copytree(wheel.backend, root / "backends" / "python")
+    shutil.copy(wheel.stub, root / "backends" / "python")
+    (root / "bin").mkdir()
+    shutil.copy(wheel.binary, root / "bin")
+    (tmp_path / wheel.libraries.name).symlink_to(wheel.libraries)
+    monkeypatch.setenv("PATH", f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    found = launch.find_installation()
+    assert found is not None and found.binary == root / "bin" / "tritonserver"
+    with TritonServer(toy_repository(tmp_path / "repository")) as server:
+        assert len(processes(str(root / "bin" / "tritonserver"))) == 2  # the guard and the server
+        url = f"{server.http_url}/v2/models/toy/generate"
+        assert http_api.call(url, {"text_input": "x", "max_tokens": 1})["text_output"] == "toy"
 
 
 # --- what it says when it cannot
