@@ -32,8 +32,9 @@ from trtforge.runtime.request import (
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 0.05  # between attempts to connect, and to listen while an older engine model still does
-PATIENCE_SECONDS = 2.0  # how long a request waits for an engine model that is being loaded
+RETRY_SECONDS = 0.02  # between attempts to connect, and to listen while an older engine model still does
+PATIENCE_SECONDS = 2.0  # after a connection was lost, or never was: the engine model may be on its way
+LEAST_PATIENCE_SECONDS = 5 * RETRY_SECONDS  # it may have been loaded a moment ago
 CALL_SECONDS = 10.0
 HEADER = struct.Struct("<I")
 COUNTS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_kv_blocks")
@@ -311,7 +312,7 @@ class SocketPort:
 
     def _await_engine(self) -> None:
         patience = self._lost_at + PATIENCE_SECONDS - time.monotonic()
-        if not self._connected.wait(max(0.0, patience)):
+        if not self._connected.wait(max(LEAST_PATIENCE_SECONDS, patience)):
             raise Unavailable(f"the engine model {self._engine_model!r} is not loaded; load it and try again")
 
     def _send(self, message: dict[str, Any]) -> None:
