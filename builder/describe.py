@@ -110,16 +110,21 @@ def elements(shape: tuple[int, ...]) -> int:
 
 def as_text(description: Description) -> str:
     """For people: one line per key; long lists are counted (`--json` has them whole)."""
-    lines = []
-    for key, value in description.items():
-        if key == "tensors":
-            value = f"{len(value)} (--json lists them)"
-        elif key == "models":
-            value = ", ".join(m["name"] + (" (engine)" if m["engines"] else "") for m in value)
-        elif isinstance(value, Mapping):
-            value = ", ".join(f"{k} {v}" for k, v in value.items())
-        elif isinstance(value, list):
-            value = ", ".join(str(v) for v in value)
-        if value is not None:
-            lines.append(f"{key + ':':24}{value}")
-    return "\n".join(lines)
+    return "\n".join(
+        f"{key + ':':25}{_value(key, value)}" for key, value in description.items() if value is not None
+    )
+
+
+def _value(key: str, value: Any) -> str:
+    if key == "tensors":
+        return f"{len(value)} (--json lists them)"
+    if key == "models":
+        return ", ".join(m["name"] + (" (engine)" if m["engines"] else "") for m in value)
+    if key == "kv_groups":
+        windows = (f" with a window of {g['window']}" if g["window"] else "" for g in value)
+        return ", ".join(f"{g['layers']} layers{window}" for g, window in zip(value, windows, strict=True))
+    if key == "model":
+        return f"{value['name']} ({value['architecture']}, {value['num_parameters'] / 1e6:.0f} M parameters)"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    return str(value)
