@@ -30,11 +30,20 @@ def library_path() -> Path:
 
 
 def register(core: ov.Core) -> None:
-    """Make `core` know our ops: in ONNX files (with or without function bodies) and in OpenVINO's own IR."""
+    """Make `core` know our ops: in ONNX files (with or without function bodies) and in OpenVINO's own IR.
+
+    Raises EnvironmentProblem if the library is missing or does not load.
+    """
     from openvino.frontend.onnx import ConversionExtension
 
     path = str(library_path())
-    core.add_extension(path)
+    try:
+        core.add_extension(path)
+    except RuntimeError as e:
+        raise EnvironmentProblem(
+            f"{path}: does not load, perhaps because openvino was changed after it was compiled; "
+            f"install trtforge again ({' '.join(str(e).split())})"
+        ) from e
     for op in OPS.values():
         core.add_extension(ConversionExtension(op.name, DOMAIN, _converter(op, path)))
 

@@ -23,6 +23,23 @@ static inline void store_as(uint8_t* p, V v) {
     memcpy(p, &v, sizeof v);
 }
 
+// Eight small integers as 32-bit ones. (GCC takes a byte vector apart one by one, hence the instructions by name.)
+#if defined(__AVX2__)
+static inline i32x8 widen_i8(const uint8_t* p) {
+    return (i32x8)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
+static inline i32x8 widen_u8(const uint8_t* p) {
+    return (i32x8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
+static inline i32x8 widen_u16(const uint8_t* p) {
+    return (i32x8)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+}
+#else
+static inline i32x8 widen_i8(const uint8_t* p) { return __builtin_convertvector(load_as<i8x8>(p), i32x8); }
+static inline i32x8 widen_u8(const uint8_t* p) { return __builtin_convertvector(load_as<u8x8>(p), i32x8); }
+static inline i32x8 widen_u16(const uint8_t* p) { return __builtin_convertvector(load_as<u16x8>(p), i32x8); }
+#endif
+
 // Each codec: bytes per element, the largest magnitude (0: not quantized), eight elements to and from fp32.
 
 struct Fp32 {
@@ -35,9 +52,7 @@ struct Fp32 {
 struct Bf16 {
     static constexpr int bytes = 2;
     static constexpr float max = 0;
-    static inline f32x8 decode(const uint8_t* p) {
-        return as_float(__builtin_convertvector(load_as<u16x8>(p), i32x8) << 16);
-    }
+    static inline f32x8 decode(const uint8_t* p) { return as_float(widen_u16(p) << 16); }
     static inline void encode(uint8_t* p, f32x8 v) {  // nearest, ties to even
         const i32x8 bits = as_int(v);
         store_as(p, __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, u16x8));
@@ -57,7 +72,7 @@ struct Fp16 {  // saturates
     }
 #else
     static inline f32x8 decode(const uint8_t* p) {
-        const i32x8 half = __builtin_convertvector(load_as<u16x8>(p), i32x8);
+        const i32x8 half = widen_u16(p);
         const i32x8 magnitude = half & 0x7fff, sign = (half & 0x8000) << 16;
         const f32x8 normal = as_float((magnitude << 13) + (112 << 23));
         const f32x8 subnormal = to_float(magnitude) * splat(0x1p-24f);
@@ -77,9 +92,7 @@ struct Fp16 {  // saturates
 struct Int8 {
     static constexpr int bytes = 1;
     static constexpr float max = 127.0f;
-    static inline f32x8 decode(const uint8_t* p) {
-        return to_float(__builtin_convertvector(load_as<i8x8>(p), i32x8));
-    }
+    static inline f32x8 decode(const uint8_t* p) { return to_float(widen_i8(p)); }
     static inline void encode(uint8_t* p, f32x8 v) {
         store_as(p, __builtin_convertvector(to_int(round8(v)), i8x8));
     }
@@ -89,7 +102,7 @@ struct Fp8 {  // e4m3fn: 1 sign, 4 exponent (bias 7), 3 mantissa bits
     static constexpr int bytes = 1;
     static constexpr float max = 448.0f;
     static inline f32x8 decode(const uint8_t* p) {
-        const i32x8 code = __builtin_convertvector(load_as<u8x8>(p), i32x8);
+        const i32x8 code = widen_u8(p);
         const i32x8 magnitude = code & 0x7f, sign = (code & 0x80) << 24;
         const f32x8 normal = as_float((magnitude << 20) + (120 << 23));
         const f32x8 subnormal = to_float(magnitude) * splat(0x1p-9f);

@@ -139,3 +139,15 @@ def test_a_missing_library_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(cpu, "__file__", str(tmp_path / "__init__.py"))
     with pytest.raises(EnvironmentProblem, match=r"not compiled; install a C\+\+17 compiler"):
         cpu.library_path()
+
+
+def test_a_library_that_does_not_load_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import openvino
+
+    (tmp_path / cpu.LIBRARY_NAME).write_bytes(b"not a library")
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(EnvironmentProblem, match="does not load") as raised:
+        cpu.register(openvino.Core())
+    assert "\n" not in str(raised.value)
