@@ -5,6 +5,7 @@ tokens, blocks handed out in a scrambled order, and rotation rows made from the 
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,17 +26,23 @@ def rotation_rows(rope: Rope, positions: np.ndarray) -> np.ndarray:
 
 
 class GraphRunner:
-    """A graph with pools for `num_requests` requests of up to `max_seq_len` tokens."""
+    """A graph, or the file of one, with pools for `num_requests` requests of up to `max_seq_len` tokens."""
 
     def __init__(
-        self, graph: ir.Model, spec: ModelSpec, kv: KVLayout, *, max_seq_len: int, num_requests: int = 2
+        self,
+        graph: ir.Model | Path,
+        spec: ModelSpec,
+        kv: KVLayout,
+        *,
+        max_seq_len: int,
+        num_requests: int = 2,
     ) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
-        model = ir.to_proto(graph).SerializeToString()
+        model = graph if isinstance(graph, Path) else ir.to_proto(graph).SerializeToString()
         self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         self.spec, self.kv = spec, kv
         self.lengths = [0] * num_requests
@@ -54,6 +61,12 @@ class GraphRunner:
 
     def step(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
         """Run the next tokens of some requests; gives each one's logits [tokens, vocab_size]."""
+        logits = self.run(chunks, range(sum(len(c) for c in chunks.values())))
+        ends = np.cumsum([len(c) for c in chunks.values()])
+        return dict(zip(chunks, np.split(logits, ends[:-1]), strict=True))
+
+    def run(self, chunks: Mapping[int, Sequence[int]], logit_rows: Sequence[int]) -> np.ndarray:
+        """The same for some rows of the step: logits [rows, vocab_size]."""
         requests = list(chunks)
         starts = [self.lengths[r] for r in requests]
         for r in requests:
@@ -74,7 +87,7 @@ class GraphRunner:
             "positions": packed,
             "query_start": query_start,
             "kv_lengths": np.array([self.lengths[r] for r in requests], np.int32),
-            "logit_rows": np.arange(len(packed), dtype=np.int32),
+            "logit_rows": np.array(logit_rows, np.int32),
             **{f"cos_sin.{i}": rotation_rows(rope, packed) for i, rope in enumerate(self.spec.ropes)},
             **{f"slot_mapping.{g}": np.concatenate(slots) for g in range(len(self.kv.groups))},
             **{f"block_tables.{g}": tables for g in range(len(self.kv.groups))},
@@ -82,7 +95,7 @@ class GraphRunner:
         }
         logits, *pools = self.session.run(None, feeds)
         self.pools = dict(zip(self.pools, pools, strict=True))
-        return {r: logits[query_start[i] : query_start[i + 1]] for i, r in enumerate(requests)}
+        return np.asarray(logits)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, chunk: int
