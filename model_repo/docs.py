@@ -155,9 +155,12 @@ def markdown() -> str:
         inputs(INPUTS[Kind.POSTPROCESSING]),
         outputs(OUTPUTS[Kind.POSTPROCESSING]),
         "## JSON keys and request parameters that are no input\n",
-        f"Honoured: {honoured}, and every scalar input's own name. Ignored: {names(PARAMETERS_IGNORED)}, and names that\n"
-        "resemble nothing (proxies turn headers into parameters). Refused with a hint: misspelt inputs, and what other\n"
-        f"servers call them: {names(ELSEWHERE)}. Refused by name:\n",
+        f"Honoured: {honoured}, and every scalar input's own name.\n",
+        f"Ignored: {names(PARAMETERS_IGNORED)}, and names that resemble nothing: "
+        "a proxy may turn headers into parameters.\n",
+        "Refused with a hint: misspelt inputs, and what other servers call them:\n",
+        f"{names(ELSEWHERE)}.\n",
+        "Refused by name:\n",
         unsupported(),
         "## Parameters of `config.pbtxt`\n",
         "Honoured:\n",

@@ -252,7 +252,7 @@ PREPROCESSING_OUTPUTS = (
     Output("STOP_WORDS_IDS", "INT32", (2, -1), ""),
     Output("EMBEDDING_BIAS", "FP32", (-1,), "empty without words"),
     Output("REQUEST_OUTPUT_LEN", "INT32", (-1,), ""),
-    Output("OUT_END_ID", "INT32", (1,), "-1 if the model has several end tokens or none"),
+    Output("OUT_END_ID", "INT32", (1,), "END_ID, or the model's first end token; -1 without any"),
     Output("OUT_PAD_ID", "INT32", (1,), ""),
 )
 POSTPROCESSING_OUTPUTS = (Output("OUTPUT", "STRING", (-1,), "one text for each sequence"),)
