@@ -71,7 +71,8 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 TEMPLATES = {
-    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '</s>' + '\n' }}{% endfor %}"
+    "chatml": "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '</s>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
     "bos and trim": "{{ bos_token }}\n{%- for m in messages %}\n  {%- if m.role == 'user' %}[U] {{ m.content | trim }}"
     "\n  {%- else %} {{ m.content }}{{ eos_token }}\n  {%- endif %}\n{%- endfor %}",
