@@ -1,5 +1,7 @@
 """KVCacheUpdate: rotate Q and K, put K and V into the paged cache."""
 
+from dataclasses import replace
+
 from trtforge.plugins.kv_codec import encode
 from trtforge.plugins.kv_dtypes import KVDtype
 from trtforge.plugins.opdef import ACTIVATION, KV_POOL, Attribute, OpDef, Port
@@ -7,7 +9,7 @@ from trtforge.plugins.opdef import ACTIVATION, KV_POOL, Attribute, OpDef, Port
 
 def _rotate(x: str, heads: str) -> str:
     """`{x}_rotated_3d` [T, heads, head_size]: the first R elements of each head of `x` [T, heads * head_size] rotated
-    by pairs (i, i + R/2), the rest as it is (su2021 RoPE, in the half-split order of GPT-NeoX)."""
+    by pairs (i, i + R/2), the rest as it is (RoFormer, Su et al. 2021, in the half-split order of GPT-NeoX)."""
     return f"""\
 {x}_float = Cast <to = 1> ({x})
 {x}_shape = Concat <axis = 0> (minus_one, {heads}, head_size_1)
@@ -25,9 +27,7 @@ def _rotate(x: str, heads: str) -> str:
 """
 
 
-def _body(kv: KVDtype) -> str:
-    scales = "" if not kv.scales else _scatter("kv_scales", "encode_scale")
-    return f"""\
+_CONSTANTS = """\
 minus_one = Constant <value_ints = [-1]> ()
 zero = Constant <value_ints = [0]> ()
 one = Constant <value_ints = [1]> ()
@@ -38,27 +38,36 @@ kv_heads = Constant <value_int: int = @num_kv_heads> ()
 kv_heads_1 = Reshape (kv_heads, one)
 head_size = Constant <value_int: int = @head_size> ()
 head_size_1 = Reshape (head_size, one)
-# rotation, in fp32: cos_sin row = [cos(p f_0) .. cos(p f_R/2), sin(p f_0) .. sin(p f_R/2)]
+"""
+
+#: Rows of cos_sin are [cos(p f_0) .. cos(p f_R/2), sin(p f_0) .. sin(p f_R/2)]; rotation is in fp32.
+_ANGLES = """\
 rotary = Shape <start = 1, end = 2> (cos_sin)
 half = Div (rotary, two)
 cos_2d = Slice (cos_sin, zero, half, one)
 sin_2d = Slice (cos_sin, half, rotary, one)
 cos = Unsqueeze (cos_2d, one)
 sin = Unsqueeze (sin_2d, one)
-{_rotate("q", "heads_1")}\
-{_rotate("k", "kv_heads_1")}\
+"""
+
+_QUERIES = """\
 q_flat_size = Mul (heads_1, head_size_1)
 q_flat_shape = Concat <axis = 0> (minus_one, q_flat_size)
 q_flat = Reshape (q_rotated_3d, q_flat_shape)
 q_rotated = CastLike (q_flat, q)
-# K and V of each token and KV head as one tensor [T, 2, num_kv_heads, head_size], in the cache's type
+"""
+
+#: K and V of each token and KV head as one tensor [T, 2, num_kv_heads, head_size].
+_KEYS_AND_VALUES = """\
 v_float = Cast <to = 1> (v)
 v_heads = Reshape (v_float, k_shape)
 k_part = Unsqueeze (k_rotated_3d, one)
 v_part = Unsqueeze (v_heads, one)
 encode_in = Concat <axis = 1> (k_part, v_part)
-{encode(kv)}
-# rows [T, 2, num_kv_heads, 1] of the pool seen as [num_blocks * .. * tokens_per_block, head_size]
+"""
+
+#: Rows [T, 2, num_kv_heads, 1] of the pool seen as [num_blocks * .. * tokens_per_block, head_size].
+_ROWS = """\
 layers = Shape <start = 1, end = 2> (kv_pool)
 tokens_per_block = Shape <start = 4, end = 5> (kv_pool)
 layer = Constant <value_int: int = @layer> ()
@@ -82,7 +91,13 @@ row_head = Add (row_head_base, head)
 row_base = Mul (row_head, tokens_per_block)
 row_3d = Add (row_base, offset)
 row = Unsqueeze (row_3d, minus_one)
-{_scatter("kv_pool", "encode_out")}{scales}"""
+"""
+
+
+def _body(kv: KVDtype) -> str:
+    turned = _rotate("q", "heads_1") + _rotate("k", "kv_heads_1")
+    written = _scatter("kv_pool", "encode_out") + (_scatter("kv_scales", "encode_scale") if kv.scales else "")
+    return _CONSTANTS + _ANGLES + turned + _QUERIES + _KEYS_AND_VALUES + encode(kv) + "\n" + _ROWS + written
 
 
 def _scatter(pool: str, update: str) -> str:
@@ -96,6 +111,12 @@ def _scatter(pool: str, update: str) -> str:
 """
 
 
+_ROW = ("num_blocks", "layers", 2, "num_kv_heads", "tokens_per_block")
+POOL = Port("kv_pool", KV_POOL, (*_ROW, "head_size"), "the cache; index 0 of the third axis is K, 1 is V")
+SCALES = Port(
+    "kv_scales", "FLOAT", (*_ROW, 1), "value of a code's unit, per token and KV head", quantized=True
+)
+
 KV_CACHE_UPDATE = OpDef(
     name="KVCacheUpdate",
     doc="Rotates Q and K, encodes K and V in the cache's type, and writes them to their slots.",
@@ -105,35 +126,13 @@ KV_CACHE_UPDATE = OpDef(
         Port("v", ACTIVATION, ("T", "num_kv_heads * head_size"), "values"),
         Port("cos_sin", "FLOAT", ("T", "R"), "cosines, then sines, of each token's angles; R <= head_size"),
         Port("slot_mapping", "INT64", ("T",), "where a token goes: block * tokens_per_block + offset"),
-        Port(
-            "kv_pool",
-            KV_POOL,
-            ("num_blocks", "layers", 2, "num_kv_heads", "tokens_per_block", "head_size"),
-            "the cache; index 0 of the third axis is K, 1 is V",
-        ),
-        Port(
-            "kv_scales",
-            "FLOAT",
-            ("num_blocks", "layers", 2, "num_kv_heads", "tokens_per_block", 1),
-            "value of a code's unit, per token and KV head",
-            quantized=True,
-        ),
+        POOL,
+        SCALES,
     ),
     outputs=(
         Port("q_rotated", ACTIVATION, ("T", "num_heads * head_size"), "queries, rotated"),
-        Port(
-            "kv_pool_out",
-            KV_POOL,
-            ("num_blocks", "layers", 2, "num_kv_heads", "tokens_per_block", "head_size"),
-            "the cache with the tokens written; aliases kv_pool",
-        ),
-        Port(
-            "kv_scales_out",
-            "FLOAT",
-            ("num_blocks", "layers", 2, "num_kv_heads", "tokens_per_block", 1),
-            "aliases kv_scales",
-            quantized=True,
-        ),
+        replace(POOL, name="kv_pool_out", doc="the cache with the tokens written; aliases kv_pool"),
+        replace(SCALES, name="kv_scales_out", doc="aliases kv_scales"),
     ),
     attributes=(
         Attribute("layer", int, "index of the layer inside the pool"),

@@ -1,8 +1,9 @@
 """PagedAttention: attention of packed queries over a paged cache."""
 
+from trtforge.plugins.kv_cache_update import POOL, SCALES
 from trtforge.plugins.kv_codec import decode
 from trtforge.plugins.kv_dtypes import KVDtype
-from trtforge.plugins.opdef import ACTIVATION, KV_POOL, Attribute, OpDef, Port
+from trtforge.plugins.opdef import ACTIVATION, Attribute, OpDef, Port
 
 
 def _fetch(pool: str, out: str) -> str:
@@ -18,8 +19,7 @@ def _fetch(pool: str, out: str) -> str:
 """
 
 
-def _body(kv: KVDtype) -> str:
-    return f"""\
+_CONSTANTS = """\
 minus_one = Constant <value_ints = [-1]> ()
 zero = Constant <value_ints = [0]> ()
 one = Constant <value_ints = [1]> ()
@@ -35,9 +35,11 @@ heads_0d = Constant <value_int: int = @num_heads> ()
 heads = Reshape (heads_0d, one)
 head_size_0d = Constant <value_int: int = @head_size> ()
 head_size = Reshape (head_size_0d, one)
-# every key position of every sequence, back to back: B * L of them
-{_fetch("kv_pool", "decode_in")}{_fetch("kv_scales", "decode_scale") if kv.scales else ""}\
-{decode(kv)}
+"""
+
+#: Every key position of every sequence, back to back: B * L of them. Positions that hold nothing yet, and the padding
+#: of block tables, read as zeros whatever the slots hold.
+_KEYS = """\
 num_keys_1d = Shape <start = 2, end = 3> (decode_in)
 num_keys = Squeeze (num_keys_1d, zero)
 max_blocks = Shape <start = 1, end = 2> (block_tables)
@@ -46,7 +48,6 @@ max_length = Mul (max_blocks, tokens_per_block)
 key = Range (zero_0d, num_keys, one_0d)
 key_sequence = Div (key, max_length)
 key_position = Mod (key, max_length)
-# positions that hold nothing yet, and the padding of block tables, read as zeros whatever the slots hold
 lengths = Cast <to = 7> (kv_lengths)
 key_length = Gather (lengths, key_sequence)
 key_written = Less (key_position, key_length)
@@ -54,7 +55,10 @@ key_written_2d = Unsqueeze (key_written, one)
 kv = Where (key_written_2d, decode_out, zero_float)
 k = Gather <axis = 0> (kv, zero_0d)
 v = Gather <axis = 0> (kv, one_0d)
-# scores [num_kv_heads, T * group, B * L], group = num_heads / num_kv_heads
+"""
+
+#: [num_kv_heads, T, group, B * L], group = num_heads / num_kv_heads; softcap * tanh(score / softcap) where it is > 0.
+_SCORES = """\
 q_float = Cast <to = 1> (q)
 num_rows = Shape <start = 0, end = 1> (q)
 group = Div (heads, kv_heads)
@@ -67,7 +71,6 @@ k_transposed = Transpose <perm = [0, 2, 1]> (k)
 products = MatMul (q_rows, k_transposed)
 scale = Constant <value_float: float = @scale> ()
 scaled = Mul (products, scale)
-# softcap: cap * tanh(score / cap), where cap > 0
 cap = Constant <value_float: float = @softcap> ()
 is_capped = Greater (cap, zero_float)
 cap_divisor = Where (is_capped, cap, one_float)
@@ -77,7 +80,10 @@ cap_scores = Mul (cap_tanh, cap_divisor)
 scores_3d = Where (is_capped, cap_scores, scaled)
 scores_shape = Concat <axis = 0> (kv_heads, num_rows, group, num_keys_1d)
 scores = Reshape (scores_3d, scores_shape)
-# a query at position p of sequence s sees the keys of s at p - window + 1 .. p
+"""
+
+#: A query at position p of sequence s sees the keys of s at p - window + 1 .. p.
+_MASK = """\
 starts = Cast <to = 7> (query_start)
 last = Constant <value_ints = [9223372036854775807]> ()
 ends = Slice (starts, one, last, zero)
@@ -102,7 +108,10 @@ is_seen = And (is_same_causal, is_near)
 is_seen_3d = Unsqueeze (is_seen, one)
 masked = Constant <value_float = -3.0e38> ()
 masked_scores = Where (is_seen_3d, scores, masked)
-# attention, then back to [T, num_heads * head_size]
+"""
+
+#: Back to [T, num_heads * head_size].
+_ATTENTION = """\
 weights_4d = Softmax <axis = -1> (masked_scores)
 weights_shape = Concat <axis = 0> (kv_heads, minus_one, num_keys_1d)
 weights = Reshape (weights_4d, weights_shape)
@@ -116,24 +125,18 @@ flat = Reshape (mixed_heads, flat_shape)
 attention = CastLike (flat, q)"""
 
 
+def _body(kv: KVDtype) -> str:
+    rows = _fetch("kv_pool", "decode_in") + (_fetch("kv_scales", "decode_scale") if kv.scales else "")
+    return _CONSTANTS + rows + decode(kv) + "\n" + _KEYS + _SCORES + _MASK + _ATTENTION
+
+
 PAGED_ATTENTION = OpDef(
     name="PagedAttention",
     doc="Causal attention of this step's queries over the cache, which already holds their own K and V; fp32 inside.",
     inputs=(
         Port("q", ACTIVATION, ("T", "num_heads * head_size"), "rotated queries of this step's tokens"),
-        Port(
-            "kv_pool",
-            KV_POOL,
-            ("num_blocks", "layers", 2, "num_kv_heads", "tokens_per_block", "head_size"),
-            "the cache; index 0 of the third axis is K, 1 is V",
-        ),
-        Port(
-            "kv_scales",
-            "FLOAT",
-            ("num_blocks", "layers", 2, "num_kv_heads", "tokens_per_block", 1),
-            "value of a code's unit, per token and KV head",
-            quantized=True,
-        ),
+        POOL,
+        SCALES,
         Port("positions", "INT32", ("T",), "position of each token in its sequence"),
         Port(
             "query_start",
