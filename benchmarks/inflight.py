@@ -1,15 +1,14 @@
 """What in-flight batching is worth: the same requests, with output lengths from 8 to 256, on the same engine,
 
 - in flight: whoever is done leaves, whoever waits joins, at every step;
-- static: in batches that wait for their slowest member, each member computed until then, as padding does;
-- leaving: in such batches too, but done members leave the computation (nobody joins).
+- static: in batches that wait for their slowest member, each member computed until then, as padding does.
 
 And what a long prompt does to others: the longest time that running requests wait for a token while 1,500 prompt
 tokens are computed in chunks beside them, with the time of one chunk computed alone.
 
     python benchmarks/inflight.py ENGINE
 
-The three run in turn, five times each; the medians count. Prints a table and one JSON line.
+The two run in turn, five times each; the medians count. Prints a table and one JSON line.
 """
 
 import argparse
@@ -52,17 +51,13 @@ def run(engine: Engine, requests: Sequence[GenerationRequest]) -> float:
     return time.perf_counter() - start
 
 
-def run_in_batches(
-    engine: Engine, requests: Sequence[GenerationRequest], batch: int, *, leave: bool
-) -> float:
-    """Seconds for batches of `batch`, one after the other. leave: done members leave the computation."""
+def run_static(engine: Engine, requests: Sequence[GenerationRequest], batch: int) -> float:
+    """Seconds for batches one after the other, whose members all go on to the longest one's end."""
     seconds = 0.0
     for i in range(0, len(requests), batch):
         members = requests[i : i + batch]
-        if not leave:
-            slowest = max(r.params.max_tokens for r in members)
-            members = [replace(r, params=replace(r.params, max_tokens=slowest)) for r in members]
-        seconds += run(engine, members)
+        slowest = max(r.params.max_tokens for r in members)
+        seconds += run(engine, [replace(r, params=replace(r.params, max_tokens=slowest)) for r in members])
     return seconds
 
 
@@ -72,11 +67,10 @@ def compare(engine_dir: Path, count: int, batch: int, runs: int) -> dict[str, An
     with Engine.open(engine_dir, EngineConfig(max_batch_size=batch, max_queue_requests=None)) as engine:
         requests = [request(engine, f"r{i}", PROMPT_TOKENS, n) for i, n in enumerate(lengths)]
         run(engine, [request(engine, f"warm-up-{i}", PROMPT_TOKENS, SHORTEST) for i in range(batch)])
-        seconds: dict[str, list[float]] = {"inflight": [], "static": [], "leaving": []}
+        seconds: dict[str, list[float]] = {"inflight": [], "static": []}
         for _ in range(runs):
             seconds["inflight"].append(run(engine, requests))
-            seconds["static"].append(run_in_batches(engine, requests, batch, leave=False))
-            seconds["leaving"].append(run_in_batches(engine, requests, batch, leave=True))
+            seconds["static"].append(run_static(engine, requests, batch))
     rates = {name: sum(lengths) / median(s) for name, s in seconds.items()}
     ratios = [s / i for s, i in zip(seconds["static"], seconds["inflight"], strict=True)]
     return {
@@ -87,7 +81,6 @@ def compare(engine_dir: Path, count: int, batch: int, runs: int) -> dict[str, An
         "ratio": rates["inflight"] / rates["static"],
         "ratio_lowest": min(ratios),
         "ratio_highest": max(ratios),
-        "ratio_to_leaving": rates["inflight"] / rates["leaving"],
     }
 
 
@@ -124,7 +117,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("engine", type=Path)
-    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--chunk", type=int, default=128, help="tokens in a step, for the second part")
