@@ -96,50 +96,51 @@ def decoder(
     """
     _refuse_unsupported(fields)
     layers = num_layers(fields, tensors)
-    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    kv_heads = fields.size_or("num_key_value_heads", heads)
-    head_size = fields.size_or("head_dim", hidden // heads)
-    inner = fields.size("intermediate_size")
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        )
-    _check_bounds(
-        tensors, {"hidden_size": hidden, "intermediate_size": inner, "heads * head_dim": heads * head_size}
-    )
-
-    positions = fields.size("max_position_embeddings")
+    heads, kv_heads, head_size = _heads(fields, tensors)
     parameters = [rope_parameters(fields.values)] if ropes is None else list(ropes)
     if not partial_rotary and any(p["partial_rotary_factor"] != 1 for p in parameters):
         raise UnsupportedModel(f"config.json: partial_rotary_factor is not supported for the family {family}")
+    positions = fields.size("max_position_embeddings")
     rotations = [
         rope(p, head_size=head_size, max_position_embeddings=positions, max_seq_len=max_seq_len)
         for p in parameters
     ]
-    per_layer = windows if isinstance(windows, Sequence) else [windows] * layers
+    rotation_of = [rotations[i] for i in rope_of or [0] * layers]
+    used = tuple(dict.fromkeys(rotation_of))
+    window_of = windows if isinstance(windows, Sequence) else [windows] * layers
     # A window that holds a whole sequence is none: fewer groups of layers, fewer pools.
-    per_layer = [w if w is not None and w < max_seq_len else None for w in per_layer]
-    used = list(dict.fromkeys(rotations[i] for i in rope_of)) if rope_of else rotations[:1]
+    window_of = [w if w is not None and w < max_seq_len else None for w in window_of]
     return ModelSpec(
         family=family,
         architecture=str(fields.get("architectures")[0]),
         vocab_size=fields.size("vocab_size"),
-        hidden_size=hidden,
+        hidden_size=fields.size("hidden_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head_size,
-        intermediate_size=inner,
-        layers=tuple(
-            LayerSpec(used.index(rotations[rope_of[i]]) if rope_of else 0, per_layer[i])
-            for i in range(layers)
-        ),
-        ropes=tuple(used),
+        intermediate_size=_bounded(fields.size("intermediate_size"), "intermediate_size", tensors),
+        layers=tuple(LayerSpec(used.index(r), w) for r, w in zip(rotation_of, window_of, strict=True)),
+        ropes=used,
         norm_epsilon=fields.number("rms_norm_eps"),
         activation=_activation(fields, activation),
         max_position_embeddings=positions,
         tied_embeddings=fields.flag("tie_word_embeddings"),
         **{"attention_scale": head_size**-0.5, **features},
     )
+
+
+def _heads(fields: Fields, tensors: Mapping[str, TensorInfo]) -> tuple[int, int, int]:
+    """(query heads, KV heads, head size)"""
+    hidden = _bounded(fields.size("hidden_size"), "hidden_size", tensors)
+    heads = fields.size("num_attention_heads")
+    kv_heads = fields.size_or("num_key_value_heads", heads)
+    head_size = fields.size_or("head_dim", hidden // heads)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    _bounded(heads * head_size, "num_attention_heads * head_dim", tensors)
+    return heads, kv_heads, head_size
 
 
 def layer_types(fields: Fields, layers: int, default: Callable[[int], bool]) -> tuple[str, ...]:
@@ -183,12 +184,12 @@ def _refuse_unsupported(fields: Fields) -> None:
             raise UnsupportedModel(f"config.json: {key} is set; {what} is not supported")
 
 
-def _check_bounds(tensors: Mapping[str, TensorInfo], sizes: Mapping[str, int]) -> None:
-    """No size is larger than the largest dimension of any tensor."""
+def _bounded(size: int, name: str, tensors: Mapping[str, TensorInfo]) -> int:
+    """The size, if it is no larger than the largest dimension of any tensor; anything made of it is then small."""
     largest = max((d for t in tensors.values() for d in t.shape), default=0)
-    for key, size in sizes.items():
-        if size > largest:
-            raise CheckpointError(
-                f"config.json: {key} is {size}, but no tensor has a dimension above {largest}; "
-                "config and weights do not belong together"
-            )
+    if size > largest:
+        raise CheckpointError(
+            f"config.json: {name} is {size}, but no tensor has a dimension above {largest}; "
+            "config and weights do not belong together"
+        )
+    return size

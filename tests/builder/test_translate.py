@@ -183,7 +183,7 @@ def test_a_size_that_is_none_is_named(key: str, value: Any, headers: Callable[[s
         ({"num_key_value_heads": -1}, "num_key_value_heads is -1"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"num_hidden_layers": 3}, "model.layers.2."),
-        ({"head_dim": 10**9}, "heads * head_dim is 4000000000"),
+        ({"head_dim": 10**9}, "num_attention_heads * head_dim is 4000000000"),
         ({"head_dim": 15}, "head_dim 15"),
         ({"head_dim": 32}, "head_dim 32"),
         ({"hidden_size": 128}, "hidden_size 128"),
