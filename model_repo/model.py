@@ -71,6 +71,7 @@ class Front:
         self._jobs: dict[int, Job] = {}
         self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(SENDERS)]
         self._stopping = threading.Event()
+        self._busy = threading.Event()  # there are requests whose clients may go away
         try:
             self.options, self.decoupled = of_model(args["model_config"])
             self.port = self.open_port(args, self.options)
@@ -91,6 +92,7 @@ class Front:
     def finalize(self) -> None:
         """Stop everything, so that the model can be loaded again in another process."""
         self._stopping.set()
+        self._busy.set()
         self.port.close()
         for q in self._queues:
             q.put(None)
@@ -133,6 +135,7 @@ class Front:
         asks = {f"{job.number}.{i}": ask for i, (ask, _) in enumerate(rows)}
         job.answers = {id: Answer(self.kind, rows[i][1], self.port.facts) for i, id in enumerate(asks)}
         self._jobs[job.number] = job
+        self._busy.set()
         for id, ask in asks.items():
             self.port.submit(id, ask)
 
@@ -204,7 +207,8 @@ class Front:
 
     def _watch_clients(self) -> None:
         pause = CANCEL_SECONDS
-        while not self._stopping.wait(pause):
+        while self._busy.wait() and not self._stopping.wait(pause):
+            self._busy.clear()
             started = time.monotonic()
             for job in list(self._jobs.values()):
                 if job.gone:
@@ -214,6 +218,8 @@ class Front:
                 if job.gone:
                     for id in list(job.answers):
                         self.port.cancel(id)
+            if self._jobs:
+                self._busy.set()
             pause = max(CANCEL_SECONDS, (time.monotonic() - started) / CANCEL_SHARE)
 
 

@@ -66,7 +66,12 @@ PARAMETERS = (
     honour("batch_scheduler_policy", "`guaranteed_no_evict` or `max_utilization` (default)"),
     honour("exclude_input_in_output", "`true` (was `false`); `false` puts the prompt first"),
     honour("decoding_mode", "`top_k`, `top_p` and `top_k_top_p` are one; others are refused"),
-    honour("max_queue_size", "requests that may wait; more are refused with `[OVERLOADED]`", new=True),
+    honour(
+        "max_queue_size",
+        "requests that may wait, 0 is any number; more are refused with `[OVERLOADED]`; "
+        "`dynamic_batching.default_queue_policy.max_queue_size` is honoured too",
+        new=True,
+    ),
     honour("max_num_tokens", "tokens in one step, at most the engine's own limit", new=True),
     honour("default_deadline_ms", "deadline of requests that bring none", new=True),
     honour("engine_model", "of the text models: the name of the model that holds the engine", new=True),
@@ -186,7 +191,11 @@ def read(parameters: Mapping[str, str]) -> ModelOptions:
 def of_model(config: str) -> tuple[ModelOptions, bool]:
     """(options, decoupled) from the JSON model configuration that Triton gives to a model."""
     model = json.loads(config)
-    options = read({k: v["string_value"] for k, v in model.get("parameters", {}).items()})
+    given = {k: v["string_value"] for k, v in model.get("parameters", {}).items()}
+    policy = model.get("dynamic_batching", {}).get("default_queue_policy", {})
+    if policy.get("max_queue_size"):  # where the old repository had it
+        given.setdefault("max_queue_size", str(policy["max_queue_size"]))
+    options = read(given)
     return options, bool(model.get("model_transaction_policy", {}).get("decoupled"))
 
 

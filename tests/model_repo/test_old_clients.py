@@ -394,6 +394,25 @@ def test_a_token_level_stop_list(served: Served) -> None:
     assert result.as_numpy("output_ids")[0][0].tolist()[:at] == ids[:at]
 
 
+def test_an_answer_may_be_empty(served: Served) -> None:
+    """The end token itself is not given out; the last response of a stream may have no token."""
+    first = served.alone([3, 4], 1).token_ids[0]
+    make = partial(tensor, grpcclient)
+    inputs = [
+        make("input_ids", np.array([[3, 4]], np.int32)),
+        make("input_lengths", np.array([[2]], np.int32)),
+        make("request_output_len", np.array([[30]], np.int32)),
+        make("streaming", np.array([[True]])),
+        make("end_id", np.array([[first]], np.int32)),
+    ]
+    (result,) = stream_infer(served, "tensorrt_llm", inputs)
+    assert result.as_numpy("output_ids").shape == (1, 1, 0)
+    assert result.as_numpy("sequence_length").tolist() == [[0]]
+    assert result.as_numpy("stop_reason")[0].decode() == str(first)
+    body = {"text_input": "x", "max_tokens": 9, "end_id": served.alone("x", 1).token_ids[0]}
+    assert served.generate("ensemble", body)["text_output"] == ""
+
+
 def test_messages(served: Served) -> None:
     turns = [{"role": "user", "content": "Hi"}]
     body = {"messages": json.dumps(turns), "max_tokens": 8, "return_num_input_tokens": True}
