@@ -219,9 +219,9 @@ class Scheduler:
             del table[keep:]
 
     def _end(self, request: Request) -> None:
-        """End a request whose last token says so."""
+        """End a request whose last token says so. Before min_tokens the sampler gives no end token."""
         output = request.output_ids
-        if output[-1] in request.end_ids and len(output) > request.params.min_tokens:
+        if output[-1] in request.end_ids:
             self.finish(request, FinishReason.STOP, stop_reason=output[-1])
         elif len(output) >= request.max_tokens:
             self.finish(request, FinishReason.LENGTH)

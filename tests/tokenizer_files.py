@@ -40,7 +40,9 @@ def byte_level() -> Tokenizer:
 
 def _sentencepiece(decoder: decoders.Decoder, prepend: bool) -> Tokenizer:
     trained = Tokenizer(models.BPE())
-    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme="always"
+    )  # words that begin with their space
     trained.train_from_iterator(
         [text[:60] for text in CORPUS],
         trainers.BpeTrainer(vocab_size=200, limit_alphabet=60, show_progress=False),

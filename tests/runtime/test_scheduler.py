@@ -172,3 +172,14 @@ def test_the_end_token_ends_a_request_but_not_before_min_tokens() -> None:
     assert early.output_ids[-1] == early.stop_reason == 257
     assert len(early.output_ids) < 20 < len(late.output_ids)
     assert 257 not in late.output_ids[:20]
+
+
+def test_in_flight_takes_far_fewer_steps_than_a_batch_that_waits_for_its_slowest() -> None:
+    """The same requests, eight at once; static batches go on until their longest member is done."""
+    lengths = [int(n) for n in np.random.default_rng(1).integers(8, 257, 40)]
+    loop = toy.Loop(toy.manifest(16), limits=Limits(8, 512, 512))
+    for i, length in enumerate(lengths):
+        loop.add([i] * 8, tokens(length))
+    loop.run()
+    static = sum(max(lengths[i : i + 8]) for i in range(0, 40, 8))
+    assert static / len(loop.steps) > 1.4

@@ -80,6 +80,7 @@ TEMPLATES = {
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{% endfor %}",
     "break": "{% for m in messages %}{% if loop.index == 3 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "blocks on lines": "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n",
     "absent": "{% if tools %}T{% endif %}{% if documents is defined and documents %}D{% endif %}{{ messages[0].name }}",
     "date": "{{ strftime_now('%Y') }}{{ messages | length }}",
 }
