@@ -4,9 +4,10 @@ checkpoint -> ModelSpec -> graph -> passes of the recipe -> target -> files, and
 Weights are read when the target writes them, one tensor at a time.
 """
 
+import difflib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -89,7 +90,9 @@ def _build(
             _log.warning("%s", line)
     if not ends:
         _log.warning("%s names no end token: a request ends at its max_tokens or a stop string only", source)
-    graph = run_passes(build_graph(spec, lazy_weights(translation, checkpoint), kv), quant)
+    graph = build_graph(spec, lazy_weights(translation, checkpoint), kv)
+    _check_excluded(quant, [n.name or "" for n in graph.graph if n.op_type == "Gemm"])
+    graph = run_passes(graph, quant)
     with staging(output) as directory:
         versions = target.compile(graph, directory, progress)
         _write_texts(directory, checkpoint, tokenizer)
@@ -134,6 +137,15 @@ def settle(checkpoint: Checkpoint, config: BuildConfig) -> tuple[Translation, Bu
         _log.warning("max_seq_len %d is beyond the %d positions that the model was made for", asked, own)
     kv_dtype = AUTO_KV_DTYPE if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     return translation, replace(config, limits=limits, kv_cache_dtype=kv_dtype)
+
+
+def _check_excluded(quant: QuantSpec, linears: Sequence[str]) -> None:
+    for name in quant.exclude:
+        if name not in linears:
+            nearest = difflib.get_close_matches(name, linears, n=1, cutoff=0.0)[0]
+            raise InvalidArgument(
+                f"recipe {quant.name}: exclude names {name!r}, which is no linear of this model; nearest: {nearest!r}"
+            )
 
 
 def end_tokens(checkpoint: Checkpoint, tokenizer: TokenizerFiles) -> tuple[int, ...]:

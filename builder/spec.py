@@ -129,5 +129,5 @@ class BuildConfig:
     recipe: str = "full_prec"
     kv_cache_dtype: str = "auto"
     tokens_per_block: int = 16
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits = field(default_factory=lambda: Limits(max_seq_len=0))  # 0: the model's own, up to 8192
     source: Path | None = None

@@ -42,6 +42,7 @@ def _read(file: Path) -> QuantSpec:
     except (OSError, ValueError) as e:
         raise InvalidArgument(f"{file}: not a recipe: {e}") from e
     known = [f.name for f in fields(QuantSpec) if f.name != "name"]
+    value: Any
     for key, value in raw.items():
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
@@ -50,7 +51,8 @@ def _read(file: Path) -> QuantSpec:
         if type(value) is not _TYPES[key] or (key == "exclude" and not all(type(x) is str for x in value)):
             wanted = "a list of strings" if key == "exclude" else f"a {_TYPES[key].__name__}"
             raise InvalidArgument(f"{file}: {key} = {value!r} must be {wanted}")
-    spec = QuantSpec(file.stem, **{k: tuple(v) if k == "exclude" else v for k, v in raw.items()})
+    values: dict[str, Any] = {**raw, "exclude": tuple(raw.get("exclude", ()))}
+    spec = QuantSpec(file.stem, **values)
     if spec.weights not in _WEIGHTS:
         raise InvalidArgument(
             f"{file}: weights = {spec.weights!r} is unknown; choose from: {', '.join(_WEIGHTS)}"

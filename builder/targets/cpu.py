@@ -87,14 +87,18 @@ def _bare_gate(gated: "ir.Node") -> None:
     """
     import onnx_ir as ir
 
-    active = gated.inputs[0].producer() if gated.op_type == "Mul" and gated.inputs[0] is not None else None
-    if active is None:
+    active = _producer(gated.inputs[0]) if gated.op_type == "Mul" else None
+    if active is None or not active.inputs:
         return
     gate, up = active.inputs[0], gated.inputs[1]
-    if active.op_type == "Mul" and _is(active.inputs[1], "Sigmoid") and _is(gate, "Gemm"):  # SiLU
-        factor, nodes = active.inputs[1], []
-    elif active.op_type == "Gelu" and _is(gate, "Gemm"):
-        factor, nodes = _gelu_factor(gate)
+    if gate is None or not _is(gate, "Gemm"):
+        return
+    nodes: list[ir.Node] = []
+    if active.op_type == "Mul" and _is(active.inputs[1], "Sigmoid"):  # SiLU
+        factor = active.inputs[1]
+    elif active.op_type == "Gelu":
+        assert active.attributes["approximate"].as_string() == "tanh"
+        factor = _gelu_factor(gate, nodes)
     else:
         return
     product = ir.Node("", "Mul", [gate, up], name=f"{gated.name}.product")
@@ -105,11 +109,12 @@ def _bare_gate(gated: "ir.Node") -> None:
     gated.graph.remove(active, safe=True)
 
 
-def _gelu_factor(gate: "ir.Value") -> tuple["ir.Value", list["ir.Node"]]:
-    """gelu(x) / x = (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) / 2 (Hendrycks and Gimpel 2016)."""
-    import onnx_ir as ir
+def _gelu_factor(gate: "ir.Value", nodes: list["ir.Node"]) -> "ir.Value":
+    """gelu(x) / x = (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) / 2 (Hendrycks and Gimpel 2016).
 
-    nodes: list[ir.Node] = []
+    The nodes that compute it are added to `nodes`.
+    """
+    import onnx_ir as ir
 
     def op(op_type: str, *inputs: ir.Value) -> ir.Value:
         nodes.append(ir.Node("", op_type, inputs))
@@ -123,12 +128,16 @@ def _gelu_factor(gate: "ir.Value") -> tuple["ir.Value", list["ir.Node"]]:
     cube = op("Mul", op("Mul", gate, gate), gate)
     inner = op("Add", gate, op("Mul", cube, number(0.044715)))
     tanh = op("Tanh", op("Mul", inner, number(math.sqrt(2 / math.pi))))
-    return op("Mul", op("Add", tanh, number(1.0)), number(0.5)), nodes
+    return op("Mul", op("Add", tanh, number(1.0)), number(0.5))
 
 
 def _is(value: "ir.Value | None", op_type: str) -> bool:
-    producer = value.producer() if value is not None else None
+    producer = _producer(value)
     return producer is not None and producer.op_type == op_type
+
+
+def _producer(value: "ir.Value | None") -> "ir.Node | None":
+    return None if value is None else value.producer()
 
 
 def _make_bytes(pool: "ir.Value") -> None:

@@ -120,6 +120,21 @@ def test_bad_options_are_refused_before_anything_is_written(
     assert not (tmp_path / "deep").exists()
 
 
+def test_recipe_that_excludes_what_is_not_there_is_refused(
+    tiny_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('weights = "int8"\nsymmetric = true\nexclude = ["lm_head", "layers.1.mlp.dwon"]\n')
+    with pytest.raises(InvalidArgument, match=r"'layers.1.mlp.dwon'.*nearest: 'layers.1.mlp.down'"):
+        build(tiny_checkpoint("llama"), tmp_path / "engine", BuildConfig(recipe=str(recipe)))
+    recipe.write_text(recipe.read_text().replace("dwon", "down"))
+    mine = build(tiny_checkpoint("llama"), tmp_path / "engine", BuildConfig(recipe=str(recipe)))
+    all_int8 = build(tiny_checkpoint("llama"), tmp_path / "int8", BuildConfig(recipe="int8_wo"))
+    excluded = 3 * (288 * 64 + 64 * 96)  # bytes that they take more in FP32
+    difference = mine.files["model.bin"].bytes - all_int8.files["model.bin"].bytes
+    assert mine.recipe == "mine" and abs(difference - excluded) < 2000  # the scales
+
+
 def test_failed_build_leaves_nothing(llama: Path, tmp_path: Path) -> None:
     change_json(llama / "config.json", architectures=["LlamaForEverything"])
     with pytest.raises(UnsupportedModel):
