@@ -1,11 +1,10 @@
-"""The local socket between the text models' processes and the engine's: frames of JSON over an abstract Unix socket.
+"""The local socket between the text models' processes and the engine's, an abstract Unix socket.
 
 The address is derived from the server's process, so that two servers never meet and a repository can lie anywhere,
 read-only too; an abstract socket leaves no file behind. Both ends check that the other one is the same user.
 """
 
 import itertools
-import json
 import logging
 import os
 import queue
@@ -21,14 +20,9 @@ from typing import Any
 
 from trtforge.model_repo.parse import Ask
 from trtforge.model_repo.port import Deliver, EngineFacts, LocalPort, Unavailable, failed
+from trtforge.model_repo.wire import pack_ask, pack_output, read_frames, send_frame, unpack_ask, unpack_output
 from trtforge.plugins.errors import EngineFailure, ForgeError
-from trtforge.runtime.request import (
-    FinishReason,
-    GenerationRequest,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-)
+from trtforge.runtime.request import RequestOutput
 
 log = logging.getLogger(__name__)
 
@@ -36,21 +30,7 @@ RETRY_SECONDS = 0.02  # between attempts to connect, and to listen while an olde
 PATIENCE_SECONDS = 2.0  # after a connection was lost, or never was: the engine model may be on its way
 LEAST_PATIENCE_SECONDS = 5 * RETRY_SECONDS  # it may have been loaded a moment ago
 CALL_SECONDS = 10.0
-HEADER = struct.Struct("<I")
-COUNTS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_kv_blocks")
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-
-
-class RemoteError(ForgeError):
-    """An error that the engine's process put into words."""
-
-    def __init__(self, code_word: str, wire: str) -> None:
-        super().__init__(wire)
-        self.code = code_word
-        self.wire = wire
-
-    def wire_message(self) -> str:
-        return self.wire
 
 
 def address(engine_model: str) -> str:
@@ -61,79 +41,9 @@ def address(engine_model: str) -> str:
     return f"\0trtforge/{namespace}/{server}.{started}/{engine_model}"
 
 
-def send_frame(connection: socket.socket, message: Any) -> None:
-    body = json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-    connection.sendall(HEADER.pack(len(body)) + body)
-
-
-def read_frames(connection: socket.socket) -> Any:
-    """Yield messages until the other end closes."""
-    with connection.makefile("rb") as stream:
-        while len(header := stream.read(HEADER.size)) == HEADER.size:
-            (length,) = HEADER.unpack(header)
-            body = stream.read(length)
-            if len(body) < length:
-                return
-            yield json.loads(body.decode("utf-8", "surrogatepass"))
-
-
 def same_user(connection: socket.socket) -> bool:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return bool(CREDENTIALS.unpack(raw)[1] == os.getuid())
-
-
-def pack_output(o: RequestOutput) -> list[Any]:
-    error = None
-    if o.error is not None:
-        e = (
-            o.error
-            if isinstance(o.error, ForgeError)
-            else EngineFailure(f"{type(o.error).__name__}: {o.error}")
-        )
-        error = [getattr(e, "code", e.code_word), e.wire_message()]
-    finish = o.finish_reason.value if o.finish_reason else None
-    logprobs = [t.logprob for t in o.logprobs]
-    counts = {f: getattr(o, f) for f in COUNTS}
-    return [o.id, o.text, o.token_ids, logprobs, finish, o.stop_reason, error, counts, dict(o.timings)]
-
-
-def unpack_output(packed: list[Any]) -> RequestOutput:
-    id, text, token_ids, logprobs, finish, stop_reason, error, counts, timings = packed
-    return RequestOutput(
-        id,
-        text,
-        tuple(token_ids),
-        tuple(TokenLogprobs(p) for p in logprobs),
-        FinishReason(finish) if finish else None,
-        stop_reason,
-        RemoteError(*error) if error else None,
-        timings=timings,
-        **counts,
-    )
-
-
-def pack_ask(ask: Ask) -> dict[str, Any]:
-    return asdict(ask)
-
-
-def unpack_ask(packed: dict[str, Any]) -> Ask:
-    request = packed["request"]
-    params = request["params"]
-    params["stop"] = tuple(params["stop"])
-    params["bad_words"] = tuple(tuple(w) for w in params["bad_words"])
-    bias = params["logit_bias"]
-    params["logit_bias"] = {int(t): b for t, b in bias.items()}
-    if params["stop_token_ids"] is not None:
-        params["stop_token_ids"] = tuple(params["stop_token_ids"])
-    return Ask(
-        request=GenerationRequest(**{**request, "params": SamplingParams(**params)}),
-        stream=packed["stream"],
-        end_id=packed["end_id"],
-        bad_words=tuple(packed["bad_words"]),
-        bias_words=tuple((w, b) for w, b in packed["bias_words"]),
-        stop_sequences=tuple(tuple(s) for s in packed["stop_sequences"]),
-        bias=tuple(packed["bias"]),
-    )
 
 
 class Writer:

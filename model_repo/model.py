@@ -20,6 +20,7 @@ from trtforge.model_repo.answer import Answer
 from trtforge.model_repo.parameters import ModelOptions, of_model
 from trtforge.model_repo.port import Port
 from trtforge.model_repo.tensors import Kind
+from trtforge.model_repo.wire import code_word
 from trtforge.plugins.errors import Cancelled, EngineFailure, ForgeError, InvalidArgument
 from trtforge.runtime.request import FinishReason, RequestOutput
 
@@ -194,7 +195,7 @@ class Front:
     def _fail(self, job: Job, error: Exception) -> None:
         if not isinstance(error, ForgeError):
             error = EngineFailure(f"{type(error).__name__}: {error}")
-        code = getattr(self.pb.TritonError, CODES.get(getattr(error, "code", error.code_word), "INTERNAL"))
+        code = getattr(self.pb.TritonError, CODES.get(code_word(error), "INTERNAL"))
         message = " ".join(error.wire_message().split())
         self._end(job, self.pb.InferenceResponse([], error=self.pb.TritonError(message, code)))
 

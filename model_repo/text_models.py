@@ -17,6 +17,7 @@ from trtforge.model_repo.link import SocketPort
 from trtforge.model_repo.model import CODES, Front, log_to_triton
 from trtforge.model_repo.parameters import ModelOptions, of_model
 from trtforge.model_repo.tensors import INPUTS, Input, Kind
+from trtforge.model_repo.wire import code_word
 from trtforge.plugins.errors import ForgeError, InvalidArgument
 
 
@@ -60,7 +61,7 @@ class TokenizerModel:
                 raise InvalidArgument(f"{missing[0]} is missing")
             outputs = self.answer(rows(given, declared))
         except ForgeError as e:
-            code = getattr(self.pb.TritonError, CODES.get(getattr(e, "code", e.code_word), "INTERNAL"))
+            code = getattr(self.pb.TritonError, CODES.get(code_word(e), "INTERNAL"))
             return self.pb.InferenceResponse(
                 output_tensors=[], error=self.pb.TritonError(e.wire_message(), code)
             )
