@@ -324,7 +324,8 @@ def verify(engine: Path, reference: str, text: Path | None, tokens: int, as_json
     if as_json:
         click.echo(json.dumps({**asdict(result), "faults": faults}))
     else:
-        click.echo("\n".join(f"{key + ':':24}{value}" for key, value in asdict(result).items()))
+        for key, value in asdict(result).items():
+            click.echo(f"{key + ':':24}{value:.6g}" if isinstance(value, float) else f"{key + ':':24}{value}")
         click.echo("past the limits: " + "; ".join(faults) if faults else "within the limits of its recipe")
     if faults:
         click.get_current_context().exit(1)
