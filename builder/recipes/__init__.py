@@ -48,7 +48,7 @@ def _read(file: Path) -> QuantSpec:
             nearest = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
             raise InvalidArgument(f"{file}: unknown key {key!r}; {hint}known: {', '.join(known)}")
-        if type(value) is not _TYPES[key] or (key == "exclude" and not all(type(x) is str for x in value)):
+        if type(value) is not _TYPES[key] or (key == "exclude" and not all(type(x) is str for x in raw[key])):
             wanted = "a list of strings" if key == "exclude" else f"a {_TYPES[key].__name__}"
             raise InvalidArgument(f"{file}: {key} = {value!r} must be {wanted}")
     values: dict[str, Any] = {**raw, "exclude": tuple(raw.get("exclude", ()))}
