@@ -42,7 +42,6 @@ def _read(file: Path) -> QuantSpec:
     except (OSError, ValueError) as e:
         raise InvalidArgument(f"{file}: not a recipe: {e}") from e
     known = [f.name for f in fields(QuantSpec) if f.name != "name"]
-    value: Any
     for key, value in raw.items():
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
