@@ -22,7 +22,7 @@ from trtforge.model_repo.port import Port
 from trtforge.model_repo.tensors import Kind
 from trtforge.model_repo.wire import code_word
 from trtforge.plugins.errors import Cancelled, EngineFailure, ForgeError, InvalidArgument
-from trtforge.runtime.request import FinishReason, RequestOutput
+from trtforge.runtime.request import RequestOutput
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +139,9 @@ class Front:
         self._busy.set()
         for id, ask in asks.items():
             self.port.submit(id, ask)
+        if job.done:  # one row was refused before the last one was submitted
+            for id in asks:
+                self.port.cancel(id)
 
     def _stop(self, job: Job) -> None:
         """A stop request ends the running request of the same id, and is answered by an empty final response."""
@@ -155,29 +158,27 @@ class Front:
     def _send_all(self, q: "queue.SimpleQueue[Any]") -> None:
         while (outputs := q.get()) is not None:
             for output in outputs:
+                job = self._jobs.get(int(output.id.split(".")[0]))
+                if job is None or job.done:
+                    continue
                 try:
-                    self._answer(output)
-                except Exception:  # a broken response must not end the thread that all others wait for
-                    log.exception("answering %s", output.id)
+                    self._answer(job, output)
+                except Exception as e:  # ours: this thread goes on, all others wait for it
+                    log.exception("answering a request")
+                    if not job.done:
+                        self._fail(job, e)
+                if job.done:
+                    self._forget(job)
 
-    def _answer(self, output: RequestOutput) -> None:
-        job = self._jobs.get(int(output.id.split(".")[0]))
-        if job is None or job.done:
-            return
+    def _answer(self, job: Job, output: RequestOutput) -> None:
         answer = job.answers.pop(output.id) if output.finished else job.answers[output.id]
         final = output.finished and not job.answers
-        try:
-            if output.error is not None:
-                self._fail(job, output.error)
-            elif not job.gone:
-                self._send(job, answer.tensors(output), final)
-            elif output.finish_reason is FinishReason.CANCELLED and final:
-                self._fail(job, Cancelled("the client is gone"))
-            elif final:
-                self._send(job, answer.tensors(output), final)
-        finally:
-            if job.done:
-                self._forget(job)
+        if output.error is not None:
+            self._fail(job, output.error)
+        elif not job.gone:
+            self._send(job, answer.tensors(output), final)
+        elif final:
+            self._fail(job, Cancelled("the client is gone"))
 
     def _forget(self, job: Job) -> None:
         self._jobs.pop(job.number, None)

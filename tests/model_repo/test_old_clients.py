@@ -211,6 +211,12 @@ def test_a_batch_of_prompts_is_split(served: Served) -> None:
         client.infer("flat_ensemble", text_inputs(grpcclient, prompts, 6, False))
 
 
+def test_one_bad_prompt_of_a_batch_fails_the_request_and_frees_the_others(served: Served) -> None:
+    with pytest.raises(InferenceServerException, match=r"\[INVALID_ARG\] .*2048"):
+        stream_infer(served, "ensemble", text_inputs(grpcclient, ["y" * 3000, "fine", "fine too"], 500, True))
+    served.wait_until_idle()
+
+
 # --- end_to_end_test: unary infer through all five models, all texts equal
 
 
