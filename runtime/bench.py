@@ -124,11 +124,8 @@ def measure(
         after = engine.metrics()
         bytes_per_token = decode_bytes(engine.manifest, concurrency, prompt_tokens + output_tokens // 2)
     times = list(arrivals.times.values())
-    firsts, lasts = [t[0] for t in times], [t[-1] for t in times]
-    # All prompts are computed when the last request has its first token; from then on they only decode, until
-    # the first has its last.
-    decoded = sum(max(firsts) < t <= min(lasts) for request in times for t in request)
-    decode_rate = decoded / max(min(lasts) - max(firsts), 1e-9)
+    firsts = [t[0] for t in times]
+    decode_rate = steady_rate(times)
     gaps = [b - a for request in times for a, b in pairwise(request)]
     parts = {p: getattr(after, f"{p}_seconds") - getattr(before, f"{p}_seconds") for p in _PARTS}
     return Report(
@@ -158,6 +155,14 @@ def _run(engine: Engine, prompts: NDArray[np.int64], output_tokens: int) -> tupl
         engine.submit(GenerationRequest(f"bench-{i}", token_ids=prompt, params=params), sink=arrivals)
     arrivals.wait()
     return start, arrivals
+
+
+def steady_rate(times: Sequence[Sequence[float]]) -> float:
+    """Tokens per second of all requests together while all of them decode: from when the last one has its first
+    token, until the first one has its last. times: of each request's tokens, in seconds."""
+    start, end = max(t[0] for t in times), min(t[-1] for t in times)
+    tokens = sum(start < t <= end for request in times for t in request)
+    return tokens / (end - start) if tokens else 0.0
 
 
 def decode_bytes(manifest: Manifest, batch: int, context: int) -> int:

@@ -111,19 +111,17 @@ class Scheduler:
         """
         rows: dict[Request, Rows] = {}
         self._budget = self.limits.max_num_tokens
-        preemptions = self.num_preemptions
         for request in sorted(self.running, key=self._in_prompt):
             if request.status is Status.RUNNING and self._reserve(request, rows):
                 self._add_rows(request, rows)
-        if preemptions == self.num_preemptions:
-            while self.waiting and self._admissible(self.waiting[0]):
-                request = self.waiting.pop(0)
-                request.status = Status.RUNNING
-                request.block_tables = [[] for _ in self.pools]
-                insort(self.running, request, key=_seniority)
-                reserved = self._reserve(request, rows)
-                assert reserved, "admission looked at the free blocks"
-                self._add_rows(request, rows)
+        while self.waiting and self._admissible(self.waiting[0]):
+            request = self.waiting.pop(0)
+            request.status = Status.RUNNING
+            request.block_tables = [[] for _ in self.pools]
+            insort(self.running, request, key=_seniority)
+            reserved = self._reserve(request, rows)
+            assert reserved, "admission looked at the free blocks"
+            self._add_rows(request, rows)
         assert rows or not self.has_work, "work, and no rows"
         return Step(tuple(rows.values()))
 

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from trtforge.builder.cli import main
+from trtforge.runtime.bench import steady_rate
 from trtforge.runtime.manifest import Limits
 
 Make = Callable[..., Path]
@@ -206,6 +207,13 @@ def test_bench_reports_rates_latencies_and_the_share_of_the_bandwidth(null_engin
         1, abs=1e-4
     )
     assert "between tokens" in run("bench", engine, *options).stdout
+
+
+def test_the_decode_rate_is_of_the_time_in_which_all_decode() -> None:
+    first = [1.0, 2.0, 3.0, 4.0]  # still decoding when the second one begins, done first
+    second = [2.5, 3.0, 3.5, 4.0, 4.5, 9.0]
+    assert steady_rate([first, second]) == 5 / (4.0 - 2.5)
+    assert steady_rate([[1.0, 2.0], [3.0, 4.0]]) == 0, "they never decode together"
 
 
 def test_bench_refuses_what_cannot_run_at_once(null_engine: Make) -> None:

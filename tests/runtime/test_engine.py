@@ -94,6 +94,7 @@ def test_thirty_two_requests_from_many_threads_share_steps_and_keep_their_tokens
     assert m.output_tokens == sum(len(r.token_ids) for r in results.values())
     assert (m.requests_finished, m.used_blocks, m.active_requests) == (32, 0, 0)
     assert m.ttft_seconds.count == 32
+    assert m.ttft_seconds.sum > 32 * 0.001, "a step takes a millisecond"
     assert m.inter_token_seconds.count == m.output_tokens - 32
     assert m.input_token_len.count == m.output_token_len.count == 32
     assert 0 < m.kv_waste < 0.5
@@ -122,6 +123,16 @@ def test_a_stop_string_ends_the_text_before_it_and_frees_the_blocks(start: Start
     last = sink.of("b")[-1]
     assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, stop)
     assert engine.metrics().used_blocks == 0
+
+
+def test_a_stop_string_counts_from_min_tokens_on(start: Start) -> None:
+    engine = start()
+    free = engine.submit(ask("a", max_tokens=60)).result().text
+    late = engine.submit(ask("b", max_tokens=60, min_tokens=30, stop=("g",))).result()
+    assert free.index("g") < 10
+    assert late.num_output_tokens >= 30
+    assert late.finish_reason is FinishReason.STOP
+    assert free.startswith(late.text)
 
 
 def test_what_may_become_a_stop_string_is_given_out_at_the_end(start: Start) -> None:
@@ -179,7 +190,7 @@ def test_a_cancelled_request_is_gone_before_the_next_step(start: Start, when: st
     assert other.result().token_ids == alone(engine, ask("other", max_tokens=40))
     if when == "in the queue":
         assert second.result().token_ids == alone(engine, ask("second", max_tokens=40))
-    assert engine.metrics().used_blocks == 0
+    assert (engine.metrics().used_blocks, engine.metrics().context_tokens) == (0, 0)
     assert engine.metrics().requests_cancelled == 1
 
 
@@ -347,6 +358,27 @@ def test_an_id_in_flight_is_refused(start: Start) -> None:
 
 def test_empty_text_begins_at_the_beginning_of_texts(start: Start) -> None:
     assert start().submit(ask("a", "")).result().num_prompt_tokens == 1
+
+
+def test_empty_text_of_a_tokenizer_without_bos(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start()
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda text: [])
+    assert engine.submit(ask("a", "")).result().num_prompt_tokens == 1, (
+        "it begins with the model's BOS all the same"
+    )
+
+
+def test_preempted_requests_are_paused(start: Start) -> None:
+    engine, seen = start(Limits(2, 64, 512), kv_cache_tokens=128, delay=0.001), []
+
+    def look(outputs: Sequence[RequestOutput]) -> None:
+        m = engine.metrics()
+        seen.append((m.paused_requests, m.waiting_requests, m.generation_requests))
+
+    streams = [engine.submit(ask("0", max_tokens=100), sink=look), engine.submit(ask("1", max_tokens=100))]
+    assert len(streams[1].result().token_ids) == 100
+    assert (1, 1, 1) in seen, "one waits, preempted, and one runs"
+    assert engine.metrics().paused_requests == 0
 
 
 def test_messages_go_through_the_template(start: Start) -> None:
