@@ -31,7 +31,9 @@ request: .venv/serve.stamp
 	@$(BIN)/trtforge client --chat --prompt "$$PROMPT"
 
 bench: .venv/serve.stamp
-	$(BIN)/trtforge bench $(OUT)/engine
+	$(BIN)/trtforge bench $(OUT)/engine --concurrency 8
+	$(BIN)/python benchmarks/inflight.py $(OUT)/engine
+	$(BIN)/python benchmarks/triton.py --engine $(OUT)/engine
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
