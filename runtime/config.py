@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trtforge.plugins.errors import InvalidArgument
+from trtforge.plugins.errors import EnvironmentProblem, InvalidArgument
 from trtforge.runtime.manifest import KVLayout, Limits, Manifest
 
 #: The batch scheduler policies, under their old option names.
@@ -12,6 +12,9 @@ POLICIES = ("max_utilization", "guaranteed_no_evict")
 
 #: Of the memory that is free when the engine opens, what the default pool may take.
 MEMORY_SHARE = 0.5
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,10 @@ class EngineConfig:
         """Blocks of each KV group's pool. Without a way to free what has left a window, every group needs the
         same number.
 
-        Raises InvalidArgument, with the numbers, if that is less than one block.
+        available: gives the bytes that there are; None: this machine's memory. Raises InvalidArgument, with the
+        numbers, if the pools would be less than one block, or more than there is memory.
         """
+        available = available or available_memory
         kv, limits = manifest.kv, self.limits(manifest.limits)
         bytes_per_block = sum(kv.block_bytes(g) for g in range(len(kv.groups)))
         if self.kv_memory is not None:
@@ -90,7 +95,7 @@ class EngineConfig:
             blocks = self.users * blocks_for(kv, self.context)
             given = f"{self.users} users x {self.context} tokens"
         else:
-            memory = int((available or available_memory)() * MEMORY_SHARE)
+            memory = int(available() * MEMORY_SHARE)
             full = limits.max_batch_size * blocks_for(kv, limits.max_seq_len)
             blocks = min(full, memory // bytes_per_block)
             given = f"half of the available memory ({memory} bytes)"
@@ -98,6 +103,12 @@ class EngineConfig:
             raise InvalidArgument(
                 f"{given} is less than a KV block of {kv.tokens_per_block} tokens ({bytes_per_block} bytes); "
                 f"max_seq_len {limits.max_seq_len} takes {blocks_for(kv, limits.max_seq_len)} of them"
+            )
+        size, there = blocks * bytes_per_block, available()
+        if size > there:
+            raise InvalidArgument(
+                f"{given} is {blocks} KV blocks, {size} bytes, and {there} bytes of memory are available; "
+                "ask for fewer, or for another KV dtype when the engine is built"
             )
         return (blocks,) * len(kv.groups)
 
@@ -108,8 +119,24 @@ def blocks_for(kv: KVLayout, tokens: int) -> int:
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping, as the kernel estimates it (/proc/meminfo)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise InvalidArgument("/proc/meminfo has no MemAvailable; say how large the KV pool is with kv_memory")
+    """Bytes that can be taken without swapping: the kernel's estimate, and what a container's limit leaves."""
+    meminfo = _fields(_MEMINFO)
+    if "MemAvailable" not in meminfo:
+        raise EnvironmentProblem(
+            f"{_MEMINFO} has no MemAvailable; say how large the KV pool is with kv_memory"
+        )
+    available = meminfo["MemAvailable"] * 1024
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            cache = _fields(_CGROUP / "memory.stat").get("inactive_file", 0)  # given up when memory is wanted
+            available = min(available, int(limit) - int((_CGROUP / "memory.current").read_text()) + cache)
+    except (OSError, ValueError):
+        pass  # no cgroup v2, so no limit that could be read
+    return max(0, available)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The numbers of a file of lines like `name: 12 kB` or `name 12`."""
+    words = (line.replace(":", " ").split() for line in path.read_text().splitlines())
+    return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdigit()}

@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pytest
 import toy
 
-from trtforge.plugins.errors import InvalidArgument
+from trtforge.plugins.errors import EnvironmentProblem, InvalidArgument
+from trtforge.runtime import config
 from trtforge.runtime.config import EngineConfig
 from trtforge.runtime.manifest import Limits
 
@@ -38,6 +41,10 @@ def test_the_default_holds_a_full_batch_or_half_of_the_memory() -> None:
         ({"max_batch_size": 5}, ["max_batch_size 5", "at most 4", "--max-batch-size 5"]),
         ({"max_seq_len": 101}, ["max_seq_len 101", "at most 100"]),
         ({"max_num_tokens": 0}, ["max_num_tokens must be at least 1"]),
+        (
+            {"kv_cache_tokens": 1 << 26},
+            ["4194304 KV blocks", "2147483648 bytes", "1073741824 bytes of memory"],
+        ),
         ({"threads": 0}, ["threads must be at least 1"]),
     ],
     ids=str,
@@ -57,3 +64,22 @@ def test_limits_are_the_engines_unless_lowered() -> None:
     assert EngineConfig().limits(LIMITS) == LIMITS
     assert EngineConfig(max_seq_len=50, max_batch_size=2).limits(LIMITS) == Limits(2, 64, 50)
     assert EngineConfig(max_num_tokens=3).limits(LIMITS).max_batch_size == 3, "a row has a token at least"
+
+
+def test_available_memory_minds_a_containers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    monkeypatch.setattr(config, "_MEMINFO", meminfo)
+    monkeypatch.setattr(config, "_CGROUP", cgroup)
+    meminfo.write_text("MemTotal:       8000 kB\nMemAvailable:   5000 kB\nHugePages_Total:  0\n")
+    assert config.available_memory() == 5000 * 1024
+    cgroup.mkdir()
+    (cgroup / "memory.max").write_text("max\n")
+    assert config.available_memory() == 5000 * 1024
+    (cgroup / "memory.max").write_text("3000000\n")
+    (cgroup / "memory.current").write_text("2500000\n")
+    (cgroup / "memory.stat").write_text("anon 100\ninactive_file 400000\n")
+    assert config.available_memory() == 900_000
+    meminfo.write_text("MemTotal: 8000 kB\n")
+    with pytest.raises(EnvironmentProblem, match="kv_memory"):
+        config.available_memory()
+    assert config._fields(Path("/proc/meminfo"))["MemAvailable"] > 0
