@@ -99,7 +99,7 @@ def _build(
         manifest = Manifest(
             target=config.target,
             model={
-                "name": spec.name,
+                "name": spec.name if Path(source).exists() else Path(source).name,  # of a hub id
                 "source": Path(source).name,
                 "family": spec.family,
                 "architecture": spec.architecture,

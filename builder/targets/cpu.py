@@ -149,7 +149,7 @@ def _make_bytes(pool: "ir.Value") -> None:
     sizes = list(pool.shape)
     assert all(isinstance(d, int) for d in sizes[1:]) and not isinstance(sizes[0], int), sizes
     pool.shape = ir.Shape([*sizes[:-1], int(sizes[-1]) * KV_DTYPES[kv_dtype].bytes])  # type: ignore[arg-type]
-    pool.dtype = ir.DataType.UINT8
+    pool.type = ir.TensorType(ir.DataType.UINT8)  # a new one: a clone shares its types
 
 
 def _plugin_nodes(model: "ir.Model") -> Iterator["ir.Node"]:
