@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -27,13 +27,8 @@ _BANDWIDTH_ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Report:
-    """Rates are of all requests together. Latencies in milliseconds: to the first token, between tokens.
-
-    bytes_per_token: what a decoded token must read: its share of the weights, which a step reads once for all
-    its requests, and the K and V of its own context. bandwidth_share: that, at the rate measured, of
-    read_bytes_per_s.
-    """
+class Speeds:
+    """Rates are of all requests together. Latencies in milliseconds: to the first token, between tokens."""
 
     concurrency: int
     prompt_tokens: int
@@ -44,6 +39,50 @@ class Report:
     ttft_ms_p99: float
     itl_ms_p50: float
     itl_ms_p99: float
+
+    @classmethod
+    def of(cls, start: float, times: Sequence[Sequence[float]], prompt_tokens: int) -> "Speeds":
+        """start: when all were sent; times: of each request's tokens; in seconds on one clock."""
+        firsts = [request[0] - start for request in times]
+        gaps = [b - a for request in times for a, b in pairwise(request)]
+        return cls(
+            concurrency=len(times),
+            prompt_tokens=prompt_tokens,
+            output_tokens=max(map(len, times)),
+            prefill_tokens_per_s=len(times) * prompt_tokens / max(firsts),
+            decode_tokens_per_s=steady_rate(times),
+            ttft_ms_p50=1e3 * percentile(firsts, 50),
+            ttft_ms_p99=1e3 * percentile(firsts, 99),
+            itl_ms_p50=1e3 * percentile(gaps, 50),
+            itl_ms_p99=1e3 * percentile(gaps, 99),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in asdict(self).items()}
+
+    def rows(self) -> list[tuple[str, str]]:
+        requests = f"{self.concurrency} x ({self.prompt_tokens} + {self.output_tokens} tokens)"
+        return [
+            ("requests at once", requests),
+            ("prefill", f"{self.prefill_tokens_per_s:.1f} tokens/s"),
+            ("decode", f"{self.decode_tokens_per_s:.1f} tokens/s"),
+            ("time to first token", f"p50 {self.ttft_ms_p50:.1f} ms, p99 {self.ttft_ms_p99:.1f} ms"),
+            ("between tokens", f"p50 {self.itl_ms_p50:.1f} ms, p99 {self.itl_ms_p99:.1f} ms"),
+        ]
+
+    def table(self) -> str:
+        return "\n".join(f"{name:<20}  {value}" for name, value in self.rows())
+
+
+@dataclass(frozen=True)
+class Report(Speeds):
+    """And what only the engine itself can tell.
+
+    bytes_per_token: what a decoded token must read: its share of the weights, which a step reads once for all
+    its requests, and the K and V of its own context. bandwidth_share: that, at the rate measured, of
+    read_bytes_per_s. The shares of plan, run, sample and send are of a step's time.
+    """
+
     bytes_per_token: int
     read_bytes_per_s: float
     bandwidth_share: float
@@ -53,28 +92,15 @@ class Report:
     sample_share: float
     send_share: float
 
-    def to_dict(self) -> dict[str, Any]:
-        return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in asdict(self).items()}
-
-    def table(self) -> str:
-        rows = [
-            (
-                "requests at once",
-                f"{self.concurrency} x ({self.prompt_tokens} + {self.output_tokens} tokens)",
-            ),
-            ("prefill", f"{self.prefill_tokens_per_s:.1f} tokens/s"),
-            ("decode", f"{self.decode_tokens_per_s:.1f} tokens/s, mean batch {self.mean_batch:.1f}"),
-            ("time to first token", f"p50 {self.ttft_ms_p50:.1f} ms, p99 {self.ttft_ms_p99:.1f} ms"),
-            ("between tokens", f"p50 {self.itl_ms_p50:.1f} ms, p99 {self.itl_ms_p99:.1f} ms"),
+    def rows(self) -> list[tuple[str, str]]:
+        parts = ", ".join(f"{part} {getattr(self, f'{part}_share'):.1%}" for part in _PARTS)
+        return [
+            *super().rows(),
+            ("requests in a step", f"{self.mean_batch:.1f}"),
             ("bytes per token", f"{self.bytes_per_token / 1e6:.1f} MB"),
             ("memory", f"{self.bandwidth_share:.0%} of {self.read_bytes_per_s / 1e9:.1f} GB/s read"),
-            (
-                "time of a step",
-                f"plan {self.plan_share:.1%}, run {self.run_share:.1%}, sample {self.sample_share:.1%}, "
-                f"send {self.send_share:.1%}",
-            ),
+            ("time of a step", parts),
         ]
-        return "\n".join(f"{name:<20}  {value}" for name, value in rows)
 
 
 class Arrivals:
@@ -123,27 +149,33 @@ def measure(
         start, arrivals = _run(engine, prompts, output_tokens)
         after = engine.metrics()
         bytes_per_token = decode_bytes(engine.manifest, concurrency, prompt_tokens + output_tokens // 2)
-    times = list(arrivals.times.values())
-    firsts = [t[0] for t in times]
-    decode_rate = steady_rate(times)
-    gaps = [b - a for request in times for a, b in pairwise(request)]
+    speeds = Speeds.of(start, list(arrivals.times.values()), prompt_tokens)
     parts = {p: getattr(after, f"{p}_seconds") - getattr(before, f"{p}_seconds") for p in _PARTS}
     return Report(
-        concurrency=concurrency,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        prefill_tokens_per_s=concurrency * prompt_tokens / (max(firsts) - start),
-        decode_tokens_per_s=decode_rate,
-        ttft_ms_p50=1e3 * percentile([t - start for t in firsts], 50),
-        ttft_ms_p99=1e3 * percentile([t - start for t in firsts], 99),
-        itl_ms_p50=1e3 * percentile(gaps, 50),
-        itl_ms_p99=1e3 * percentile(gaps, 99),
+        **asdict(speeds),
         bytes_per_token=bytes_per_token,
         read_bytes_per_s=bandwidth,
-        bandwidth_share=bytes_per_token * decode_rate / bandwidth,
+        bandwidth_share=bytes_per_token * speeds.decode_tokens_per_s / bandwidth,
         mean_batch=(after.step_rows - before.step_rows) / (after.steps - before.steps),
         **{f"{part}_share": seconds / sum(parts.values()) for part, seconds in parts.items()},
     )
+
+
+def measure_server(
+    send: Callable[[str, int], Iterator[str]], concurrency: int, prompt_tokens: int, output_tokens: int
+) -> Speeds:
+    """The same of a server, as its clients see it. send: (text, max_tokens) -> the pieces of an answer that does
+    not end before; each is a token. Prompts are that many short words, which are about as many tokens.
+    """
+    texts = [f"{i} " + "the " * (prompt_tokens - 1) for i in range(concurrency)]
+
+    def times(text: str) -> list[float]:
+        return [time.perf_counter() for _ in send(text, output_tokens)]
+
+    list(send(texts[0], _WARM_UP_TOKENS))
+    with ThreadPoolExecutor(concurrency) as clients:
+        start = time.perf_counter()
+        return Speeds.of(start, list(clients.map(times, texts)), prompt_tokens)
 
 
 def _run(engine: Engine, prompts: NDArray[np.int64], output_tokens: int) -> tuple[float, Arrivals]:

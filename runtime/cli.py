@@ -1,7 +1,7 @@
 """The commands that run an engine without a server."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,31 +85,50 @@ def generate(
 
 @engine_options
 @click.command()
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=click.Path(path_type=Path), required=False)
+@click.option("--url", help="A server in place of an engine: grpc://host:port or http://host:port.")
 @click.option("--concurrency", type=click.IntRange(1), default=1, show_default=True, help="Requests at once.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--output-tokens", type=click.IntRange(2), default=64, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON line.")
 def bench(
-    engine: Path, concurrency: int, prompt_tokens: int, output_tokens: int, as_json: bool, **options: Any
+    engine: Path | None,
+    url: str | None,
+    concurrency: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Measure an engine or a server.
 
-    Random prompts, greedy, all requests at once, after one warm-up. The share of the memory bandwidth
-    compares the bytes that a decoded token must move with what this machine reads per second, measured just
-    before.
+    Greedy, all requests at once, after one warm-up. For an engine, the share of the memory bandwidth compares
+    the bytes that a decoded token must move with what this machine reads per second, measured just before.
     """
+    if (engine is None) == (url is None):
+        raise click.UsageError("give either ENGINE or --url")
     config = engine_config(_with_bytes(options), max_queue_requests=None)
 
-    from trtforge.runtime.bench import measure
+    from trtforge.runtime.bench import Speeds, measure, measure_server
 
-    report = measure(engine, config, concurrency, prompt_tokens, output_tokens)
+    report: Speeds
+    if engine is not None:
+        report = measure(engine, config, concurrency, prompt_tokens, output_tokens)
+    else:
+        report = measure_server(_server(url or ""), concurrency, prompt_tokens, output_tokens)
     if as_json:
         import json
 
         click.echo(json.dumps(report.to_dict()))
     else:
         click.echo(report.table())
+
+
+def _server(url: str) -> Callable[[str, int], Iterator[str]]:
+    from trtforge.model_repo.client import Prompt, send
+
+    # An end token that there is not: every answer has all the tokens that were asked for.
+    return lambda text, max_tokens: send(url, Prompt(text, max_tokens, options={"end_id": -1}))
 
 
 def _with_bytes(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The commands generate and bench, over the toy model."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from trtforge.builder.cli import main
-from trtforge.runtime.bench import steady_rate
+from trtforge.runtime.bench import measure_server, steady_rate
 from trtforge.runtime.manifest import Limits
 
 Make = Callable[..., Path]
@@ -207,6 +207,26 @@ def test_bench_reports_rates_latencies_and_the_share_of_the_bandwidth(null_engin
         1, abs=1e-4
     )
     assert "between tokens" in run("bench", engine, *options).stdout
+
+
+def test_a_server_is_measured_by_the_pieces_of_its_answers() -> None:
+    sent = []
+
+    def send(text: str, max_tokens: int) -> Iterator[str]:
+        sent.append((len(text.split()), max_tokens))
+        yield from ("x" for _ in range(max_tokens))
+
+    speeds = measure_server(send, 3, 10, 7)
+    assert sent == [(10, 4), (10, 7), (10, 7), (10, 7)]
+    assert (speeds.concurrency, speeds.prompt_tokens, speeds.output_tokens) == (3, 10, 7)
+    assert "bytes_per_token" not in speeds.to_dict()
+    assert "between tokens" in speeds.table()
+
+
+def test_bench_wants_an_engine_or_a_server(null_engine: Make) -> None:
+    assert run("bench").exit_code == run("bench", null_engine(), "--url", "x").exit_code == 2
+    refused = run("bench", "--url", "grpc://127.0.0.1:9")
+    assert (refused.exit_code, "nothing answers at 127.0.0.1:9" in refused.stderr) == (1, True)
 
 
 def test_the_decode_rate_is_of_the_time_in_which_all_decode() -> None:
