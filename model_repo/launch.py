@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,26 +187,24 @@ def run_name() -> str:
     return f"trtforge-{_pid_namespace()}-{os.getpid()}-{_start_time(os.getpid())}-{next(_counter)}-"
 
 
-def _leftovers() -> Iterator[Path]:
-    """Shared memory regions and run directories of owners that are dead. Other containers may share /dev/shm,
-    and their pids mean nothing here, so only those of our own pid namespace count."""
-    pattern = re.compile(rf"trtforge-{_pid_namespace()}-(\d+)-(\d+)-\d+-")
-    for directory in (SHM, Path(tempfile.gettempdir())):
-        for path in directory.glob("trtforge-*"):
-            owner = pattern.match(path.name)
-            if owner and _start_time(int(owner.group(1))) != owner.group(2):
-                yield path
+def _owner_is_dead(text: str) -> bool:
+    """Whether a path or argument bears the run name of an owner that is dead. Other containers may share /dev/shm,
+    and their pids mean nothing here, so only names of our own pid namespace count."""
+    owner = re.search(rf"trtforge-{_pid_namespace()}-(\d+)-(\d+)-\d+-", text)
+    return owner is not None and _start_time(int(owner.group(1))) != owner.group(2)
 
 
 def sweep() -> None:
     """Remove what servers of ours left behind whose guard was killed too: stubs, shared memory, directories."""
-    for path in _leftovers():
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                program, *arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                if program.endswith(STUB) and any(path.name in argument for argument in arguments):
-                    os.kill(int(process.name), signal.SIGKILL)
-        remove(path)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            program, *arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if program.endswith(STUB) and any(map(_owner_is_dead, arguments)):
+                os.kill(int(process.name), signal.SIGKILL)
+    for directory in (SHM, Path(tempfile.gettempdir())):
+        for path in directory.glob("trtforge-*"):
+            if _owner_is_dead(path.name):
+                remove(path)
 
 
 def remove(path: Path) -> None:

@@ -172,6 +172,8 @@ def toy_served_by_a_process(root: Path) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
+        for pid in processes(f"-{process.pid}-"):  # none, unless the test fails
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
