@@ -161,7 +161,7 @@ def test_the_packages_to_install_are_those_of_ci() -> None:
 
 def test_make_test_runs_the_tests() -> None:
     run = subprocess.run(
-        ["make", *(f"-o.venv/{stamp}" for stamp in STAMPS), "--dry-run", "test"],
+        ["make", *(f"-o.venv/{stamp}" for stamp in STAMPS), "--dry-run", "--no-print-directory", "test"],
         cwd=tree.ROOT,
         capture_output=True,
         text=True,
