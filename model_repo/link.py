@@ -177,6 +177,9 @@ class SocketPort:
             self._send({"op": "submit", "id": id, "ask": pack_ask(ask)})
         except ForgeError as e:
             self._finish([failed(id, e)])
+        except Exception as e:  # ours; an error that got out to Triton would end the request behind our back
+            log.exception("submitting %s", id)
+            self._finish([failed(id, EngineFailure(f"{type(e).__name__}: {e}"))])
 
     def cancel(self, id: str) -> None:
         self._tell("cancel", id)

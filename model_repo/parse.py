@@ -29,6 +29,9 @@ from trtforge.runtime.request import GenerationRequest, SamplingParams
 #: At or below this, temperature means greedy (a client sends 1e-6 for it).
 GREEDY_TEMPERATURE = 1e-5
 
+#: Levels of lists and objects in `messages`. Tool schemas have some ten; what follows recurses over them.
+MAX_MESSAGE_DEPTH = 64
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -228,14 +231,27 @@ def read_text_prompt(options: Mapping[str, Any]) -> dict[str, Any]:
 def read_messages(raw: str) -> list[dict[str, Any]]:
     try:
         turns = json.loads(raw)
+    except RecursionError as e:
+        raise InvalidArgument(f"messages is nested more than {MAX_MESSAGE_DEPTH} levels deep") from e
     except ValueError as e:
         raise InvalidArgument(f"messages is not JSON ({e}); it holds a list of {{role, content}}") from e
+    if depth(turns) > MAX_MESSAGE_DEPTH:
+        raise InvalidArgument(f"messages is nested more than {MAX_MESSAGE_DEPTH} levels deep")
     if not isinstance(turns, list) or not turns or not all(isinstance(t, dict) for t in turns):
         raise InvalidArgument("messages must be a JSON list of at least one {role, content}")
     for i, turn in enumerate(turns):
         if not isinstance(turn.get("role"), str) or "content" not in turn:
             raise InvalidArgument(f"messages[{i}] must have a role and a content")
     return turns
+
+
+def depth(value: Any) -> int:
+    """Levels of lists and objects of a JSON value, found without recursion."""
+    level, levels = [value], 0
+    while level := [v for v in level if isinstance(v, list | dict)]:
+        level = [child for v in level for child in (v.values() if isinstance(v, dict) else v)]
+        levels += 1
+    return levels
 
 
 def read_token_prompt(options: Mapping[str, Any]) -> dict[str, Any]:

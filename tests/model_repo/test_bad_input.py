@@ -41,6 +41,14 @@ STORM: list[tuple[str, dict[str, Any] | bytes, str]] = [
     ("ensemble", {**GOOD, "return_context_logits": True}, "[INVALID_ARG] return_context_logits True is not"),
     ("ensemble", {**GOOD, "messages": "[]"}, "[INVALID_ARG] give text_input or messages, not both"),
     ("ensemble", {"max_tokens": 3, "messages": "hello"}, "[INVALID_ARG] messages is not JSON"),
+    (
+        "ensemble",
+        {
+            "max_tokens": 3,
+            "messages": '[{"role": "user", "content": "x", "extra": %s}]' % ("[" * 900 + "]" * 900),
+        },
+        "[INVALID_ARG] messages is nested more than 64 levels deep",
+    ),
     ("ensemble", {"text_input": "y" * 3000, "max_tokens": 3}, "[INVALID_ARG] "),
     ("ensemble", {**GOOD, "repetition_penalty": 0.0}, "[INVALID_ARG] repetition_penalty must be"),
     (

@@ -1,8 +1,12 @@
 """What goes over the socket comes out as it went in."""
 
+import queue
 import socket
+from pathlib import Path
 
+from trtforge.model_repo.link import Server, SocketPort, address
 from trtforge.model_repo.parse import Ask
+from trtforge.model_repo.port import LocalPort
 from trtforge.model_repo.wire import (
     code_word,
     pack_ask,
@@ -13,6 +17,8 @@ from trtforge.model_repo.wire import (
     unpack_output,
 )
 from trtforge.plugins.errors import Overloaded
+from trtforge.runtime.engine import Engine
+from trtforge.runtime.executors.null import write_null_engine
 from trtforge.runtime.request import (
     FinishReason,
     GenerationRequest,
@@ -81,6 +87,25 @@ def test_errors_keep_code_word_and_message() -> None:
     error = unpack_output(through(pack_output(sent))).error  # type: ignore[arg-type]
     assert error.wire_message() == "[OVERLOADED] retry_after_ms=250 full"  # type: ignore[union-attr]
     assert code_word(error) == "OVERLOADED"  # type: ignore[arg-type]
+
+
+def test_a_request_that_cannot_be_sent_fails_and_the_next_is_served(tmp_path: Path) -> None:
+    write_null_engine(tmp_path)
+    got: queue.Queue[RequestOutput] = queue.Queue()
+    with Engine.open(tmp_path) as engine:
+        server = Server(address("here"), lambda deliver, name: LocalPort(engine, deliver, name))
+        port = SocketPort("here", lambda outputs: [got.put(o) for o in outputs])
+        try:
+            unspeakable = [{"role": "user", "content": object()}]
+            port.submit("1.0", Ask(GenerationRequest("", messages=unspeakable)))
+            failed = got.get(timeout=10)
+            assert (failed.id, code_word(failed.error)) == ("1.0", "INTERNAL")  # type: ignore[arg-type]
+            port.submit("2.0", Ask(GenerationRequest("", prompt="x", params=SamplingParams(max_tokens=3))))
+            served = got.get(timeout=10)
+            assert (served.id, len(served.token_ids), served.error) == ("2.0", 3, None)
+        finally:
+            port.close()
+            server.close()
 
 
 def test_a_frame_that_is_cut_short_is_none() -> None:

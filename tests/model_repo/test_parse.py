@@ -139,6 +139,14 @@ def test_messages() -> None:
         one(messages=texts(json.dumps(turns).encode()))
 
 
+@pytest.mark.parametrize("levels", [65, 900, 100_000])
+def test_messages_that_are_nested_too_deep(levels: int) -> None:
+    """900 levels parse, and would break whatever recurses over them later."""
+    nested = b"[" * (levels - 2) + b"]" * (levels - 2)
+    with pytest.raises(InvalidArgument, match="messages is nested more than 64 levels deep"):
+        one(text_input=None, messages=texts(b'[{"role": "user", "content": "x", "extra": %s}]' % nested))
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
