@@ -10,17 +10,22 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("builder", "plugins", "runtime", "model_repo")
 
 
+def _listed(*options: str) -> set[Path]:
+    command = ["git", "ls-files", "-z", *options]
+    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return {Path(name) for name in run.stdout.split("\0") if name and (ROOT / name).is_file()}
+
+
 @cache
 def files() -> tuple[Path, ...]:
-    """All files of the project, relative to its root: what git tracks, and what is new and not ignored."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.split("\n")
-    return tuple(sorted(Path(name) for name in listed if name and (ROOT / name).is_file()))
+    """All files of the project, relative to its root: those that git tracks, and new ones in the same folders.
+
+    What somebody else put beside them, an engine for example, is not the project's.
+    """
+    tracked = _listed("--cached")
+    folders = {file.parts[0] for file in tracked if len(file.parts) > 1}
+    new = {file for file in _listed("--others", "--exclude-standard") if file.parts[0] in folders}
+    return tuple(sorted(tracked | new))
 
 
 def modules() -> tuple[Path, ...]:
