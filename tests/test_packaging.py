@@ -1,6 +1,7 @@
 """What is installed: `trtforge.*` and nothing beside it, with every package and every data file."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,30 @@ def test_no_part_can_be_imported_by_its_bare_name(tmp_path: Path) -> None:
 
 def test_the_version_is_the_installed_one() -> None:
     assert metadata.version("trtforge") == PYPROJECT["project"]["version"]
+
+
+def declared(*extras: str) -> set[str]:
+    project = PYPROJECT["project"]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in extras for line in project["optional-dependencies"][extra]),
+    ]
+    return {re.split(r"[^\w-]", line)[0].replace("_", "-").lower() for line in lines}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+    distributions = metadata.packages_distributions()
+    imported = {name.split(".")[0] for module in tree.modules() for name, _ in tree.imports(module)}
+    third_party = imported - sys.stdlib_module_names - {"trtforge", "triton_python_backend_utils"}
+    used = {
+        distribution.replace("_", "-").lower()
+        for name in third_party
+        for distribution in distributions.get(name, [name])
+    }
+    # protobuf comes with onnx, which fixes its version; pytriton's binary is used, its Python is not.
+    assert used - {"protobuf"} <= declared("serve", "pytorch")
+    assert declared() - {"tomli"} <= used
+    assert declared("serve") - declared() <= used | {"nvidia-pytriton"}
 
 
 def pip(*args: object) -> None:
