@@ -7,6 +7,7 @@ A port never raises for a request: what goes wrong comes back as that request's 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 from trtforge.model_repo.parse import Ask
@@ -170,6 +171,11 @@ def stop_conditions(engine: "Engine", ask: Ask) -> tuple[tuple[int, ...] | None,
     ends: tuple[int, ...] | None = None
     if ask.end_id is not None:
         ends = (ask.end_id,) if 0 <= ask.end_id < engine.manifest.vocab_size else ()
+    for token in chain(*ask.stop_sequences):
+        if not 0 <= token < engine.manifest.vocab_size:
+            raise InvalidArgument(
+                f"stop_words_list: token {token} is not in the vocabulary of {engine.manifest.vocab_size}"
+            )
     single = tuple(s[0] for s in ask.stop_sequences if len(s) == 1)
     if single:
         ends = (engine.manifest.eos_token_ids if ends is None else ends) + single

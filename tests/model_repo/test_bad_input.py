@@ -69,6 +69,16 @@ STORM: list[tuple[str, dict[str, Any] | bytes, str]] = [
         "[INVALID_ARG] token_ids: 9999 is not in",
     ),
     ("tensorrt_llm", {**CORE, "top_k": 1}, "[INVALID_ARG] unknown key 'top_k': did"),
+    (
+        "tensorrt_llm",
+        {**CORE, "stop_words_list": [-5, 6, 2, -1]},
+        "[INVALID_ARG] stop_words_list: token -5 is not in the vocabulary of 259",
+    ),
+    (
+        "tensorrt_llm",
+        {**CORE, "stop_words_list": [999, 6, 2, -1]},
+        "[INVALID_ARG] stop_words_list: token 999 is not in the vocabulary of 259",
+    ),
     ("tensorrt_llm", {**CORE, "embedding_bias": [1.0]}, "[INVALID_ARG] embedding_bias"),
 ]
 
