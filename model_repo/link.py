@@ -20,7 +20,15 @@ from typing import Any
 
 from trtforge.model_repo.parse import Ask
 from trtforge.model_repo.port import Deliver, EngineFacts, LocalPort, Unavailable, failed
-from trtforge.model_repo.wire import pack_ask, pack_output, read_frames, send_frame, unpack_ask, unpack_output
+from trtforge.model_repo.wire import (
+    RemoteError,
+    pack_ask,
+    pack_output,
+    read_frames,
+    send_frame,
+    unpack_ask,
+    unpack_output,
+)
 from trtforge.plugins.errors import EngineFailure, ForgeError
 from trtforge.runtime.request import RequestOutput
 
@@ -146,9 +154,12 @@ def handle(port: LocalPort, message: dict[str, Any], writer: Writer) -> None:
         try:
             result = port.encode(*message["args"]) if op == "encode" else port.decode(*message["args"])
             writer.send({"id": id, "result": result})
+        except ForgeError as e:
+            writer.send({"id": id, "error": [e.code_word, e.wire_message()]})
         except Exception as e:
             log.exception("%s", op)
-            writer.send({"id": id, "error": f"{type(e).__name__}: {e}"})
+            failure = EngineFailure(f"{type(e).__name__}: {e}")
+            writer.send({"id": id, "error": [failure.code_word, failure.wire_message()]})
 
 
 class SocketPort:
@@ -262,7 +273,7 @@ class SocketPort:
                     self._connected.set()
                 elif future := self._calls.get(message["id"]):
                     error = message.get("error")
-                    future.set_exception(EngineFailure(error)) if error else future.set_result(
+                    future.set_exception(RemoteError(*error)) if error else future.set_result(
                         message["result"]
                     )
         except OSError as e:

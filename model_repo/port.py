@@ -7,6 +7,7 @@ A port never raises for a request: what goes wrong comes back as that request's 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -101,7 +102,10 @@ class LocalPort:
         self._engine.stop(self._prefix + id)
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
-        return list(self._engine.tokenizer.encode(text, add_special_tokens=special_tokens))
+        engine = self._engine
+        return engine.tokenizer.encode(
+            text, add_special_tokens=special_tokens, max_tokens=engine.limits.max_seq_len
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._engine.tokenizer.decode(ids)
@@ -141,18 +145,19 @@ class LocalPort:
 
 def resolve(engine: "Engine", ask: Ask) -> GenerationRequest:
     """What needs the tokenizer or the vocabulary: words to token ids, end ids out of range to none."""
-    params, tokenizer, vocab = ask.request.params, engine.tokenizer, engine.manifest.vocab_size
+    params, vocab = ask.request.params, engine.manifest.vocab_size
+    encode = partial(engine.tokenizer.encode, add_special_tokens=False, max_tokens=engine.limits.max_seq_len)
     bias: dict[int, float] = {}
     if ask.bias:
         if len(ask.bias) < vocab:
             raise InvalidArgument(f"embedding_bias has {len(ask.bias)} values, the vocabulary {vocab}")
         bias = {i: b for i, b in enumerate(ask.bias[:vocab]) if b}
     for word, weight in ask.bias_words:
-        for token in tokenizer.encode(word, add_special_tokens=False):
+        for token in encode(word):
             bias[token] = bias.get(token, 0.0) + weight
     # A word appears in text mostly with a space before it, which is another token.
     variants = [v for w in ask.bad_words for v in dict.fromkeys((w, " " + w.lstrip(" ")))]
-    bad_words = tuple(tuple(tokenizer.encode(v, add_special_tokens=False)) for v in variants)
+    bad_words = tuple(tuple(encode(v)) for v in variants)
     stop_ids, stop = stop_conditions(engine, ask)
     params = replace(
         params,

@@ -205,9 +205,9 @@ class Engine:
                     )
             return list(asked.token_ids)
         if asked.messages is not None:
-            return self.tokenizer.encode_messages(asked.messages)
+            return self.tokenizer.encode_messages(asked.messages, max_tokens=self.limits.max_seq_len)
         assert asked.prompt is not None
-        ids = self.tokenizer.encode(asked.prompt)
+        ids = self.tokenizer.encode(asked.prompt, max_tokens=self.limits.max_seq_len)
         # Text that is empty continues from the beginning of all texts, if the model has one.
         return ids or ([] if self.manifest.bos_token_id is None else [self.manifest.bos_token_id])
 

@@ -68,12 +68,22 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return int(self._fast.get_vocab_size())
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """By the tokenizer's own rule for special tokens, but never with two BOS: text that brings its own
-        gets no other. Raises InvalidArgument for text that is not valid Unicode.
+        gets no other. Raises InvalidArgument for text that is not valid Unicode, and at once for text that
+        cannot be `max_tokens` tokens or fewer.
         """
+        if max_tokens is not None and len(text) > max_tokens * self._longest_token:
+            raise InvalidArgument(
+                f"the text has {len(text)} characters; {max_tokens} tokens, which are the most there may be, "
+                f"hold {max_tokens * self._longest_token} at best"
+            )
         try:
-            ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+            # As a batch, since only then other threads run meanwhile; fast, since nobody asks for offsets.
+            (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = encoding.ids
         except (UnicodeEncodeError, TypeError) as e:
             raise InvalidArgument(f"the text is not valid Unicode: {e}") from e
         if add_special_tokens and self._bos_id is not None:
@@ -83,16 +93,24 @@ class Tokenizer:
                 del ids[0]
         return list(ids)
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None
+    ) -> list[int]:
         """Chat turns through the model's own template, which brings all the special tokens that it wants.
 
-        Raises InvalidArgument if the model has no template, or for messages that it refuses.
+        Raises InvalidArgument if the model has no template, for messages that it refuses, and as `encode`.
         """
-        return self.encode(self.chat_template.render(messages), add_special_tokens=False)
+        text = self.chat_template.render(messages)
+        return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The whole text of these tokens by the `tokenizers` library; a stream goes through `Detokenizer`."""
         return str(self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """In characters of the vocabulary's own spelling, where a byte or a character of text is one."""
+        return max(map(len, self._fast.get_vocab()))
 
     @cached_property
     def chat_template(self) -> "ChatTemplate":

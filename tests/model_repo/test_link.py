@@ -4,10 +4,13 @@ import queue
 import socket
 from pathlib import Path
 
+import pytest
+
 from trtforge.model_repo.link import Server, SocketPort, address
 from trtforge.model_repo.parse import Ask
 from trtforge.model_repo.port import LocalPort
 from trtforge.model_repo.wire import (
+    RemoteError,
     code_word,
     pack_ask,
     pack_output,
@@ -103,6 +106,23 @@ def test_a_request_that_cannot_be_sent_fails_and_the_next_is_served(tmp_path: Pa
             port.submit("2.0", Ask(GenerationRequest("", prompt="x", params=SamplingParams(max_tokens=3))))
             served = got.get(timeout=10)
             assert (served.id, len(served.token_ids), served.error) == ("2.0", 3, None)
+        finally:
+            port.close()
+            server.close()
+
+
+def test_a_call_that_is_refused_keeps_its_code_word(tmp_path: Path) -> None:
+    write_null_engine(tmp_path)
+    with Engine.open(tmp_path) as engine:
+        server = Server(address("here"), lambda deliver, name: LocalPort(engine, deliver, name))
+        port = SocketPort("here", lambda _: None)
+        try:
+            assert port.encode("hi", False) == [104, 105]
+            with pytest.raises(
+                RemoteError, match=r"\[INVALID_ARG\] the text has 100000 characters"
+            ) as raised:
+                port.encode("x" * 100_000, False)
+            assert code_word(raised.value) == "INVALID_ARG"
         finally:
             port.close()
             server.close()

@@ -362,7 +362,7 @@ def test_empty_text_begins_at_the_beginning_of_texts(start: Start) -> None:
 
 def test_empty_text_of_a_tokenizer_without_bos(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start()
-    monkeypatch.setattr(engine.tokenizer, "encode", lambda text: [])
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda text, **_: [])
     assert engine.submit(ask("a", "")).result().num_prompt_tokens == 1, (
         "it begins with the model's BOS all the same"
     )

@@ -1,6 +1,8 @@
 """Encoding by the tokenizer's own rule, and chat templates as transformers renders them."""
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,27 @@ def test_bos_is_added_where_only_the_config_asks_for_it() -> None:
 def test_lone_surrogates_are_the_callers_fault() -> None:
     with pytest.raises(InvalidArgument, match="Unicode"):
         make().encode("a\ud800b")
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
+    tokenizer = make()
+    longest = max(map(len, tokenizer._fast.get_vocab()))
+    fits = "x" * (longest * 4)
+    assert tokenizer.encode(fits, max_tokens=4) == tokenizer.encode(fits)  # whoever counts tokens decides
+    tokenizer._fast = None  # whoever encodes fails
+    with pytest.raises(InvalidArgument, match=f"the text has {longest * 4 + 1} characters; 4 tokens"):
+        tokenizer.encode(fits + "x", max_tokens=4)
+
+
+def test_other_threads_run_while_a_text_is_encoded() -> None:
+    """The engine's among them."""
+    encoder = threading.Thread(target=make().encode, args=("Hello world, " * 40_000,))
+    encoder.start()
+    turns = 0
+    while encoder.is_alive():
+        time.sleep(0.001)  # gives the interpreter away, and must get it back
+        turns += 1
+    assert turns > 10
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
