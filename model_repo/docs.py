@@ -38,6 +38,7 @@ may be called directly. The tables below are generated from the declarations in 
 - Errors have codes: the client's faults are INVALID_ARG (400), a full queue is UNAVAILABLE (503); all were INTERNAL.
   The message begins with a code word, since that is all that `generate` and streams pass on (see below).
 - An unknown JSON key that is nearly an input's name is refused; it was ignored.
+- A list of words may have 1,024 entries: each costs time in every step, of all requests.
 - `kv_cache_*` numbers and `*_time_ns` come with a request's last response only.
 - Batching, paged KV cache, chunked prefill and cancellation need no configuration, and work with
   `--decoupled-mode false` too. A repository that is not decoupled refuses `stream` and batches of several prompts.

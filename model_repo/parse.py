@@ -6,7 +6,7 @@ Raises InvalidArgument with the client's own name for the thing.
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ from trtforge.runtime.request import GenerationRequest, SamplingParams
 
 #: At or below this, temperature means greedy (a client sends 1e-6 for it).
 GREEDY_TEMPERATURE = 1e-5
+
+#: Each word is looked for in every step, while all other requests wait.
+MAX_WORDS = 1024
 
 #: Levels of lists and objects in `messages`. Tool schemas have some ten; what follows recurses over them.
 MAX_MESSAGE_DEPTH = 64
@@ -180,7 +183,8 @@ def refuse_unsupported(kind: Kind, options: Mapping[str, Any]) -> None:
     for declared in inputs_by_name(kind).values():
         given = options.get(declared.key)
         if declared.use is Use.REFUSE and given is not None and given not in declared.neutral:
-            raise InvalidArgument(f"{declared.name} {given!r} is not supported: {declared.meaning}")
+            why = declared.meaning.partition("; ")  # what its absence means goes first
+            raise InvalidArgument(f"{declared.name} {given!r} is not supported: {why[2] or why[0]}")
 
 
 def read_row(kind: Kind, options: dict[str, Any], batch_index: int | None) -> tuple[Ask, Wants]:
@@ -200,7 +204,7 @@ def read_row(kind: Kind, options: dict[str, Any], batch_index: int | None) -> tu
         request,
         stream,
         options.get("end_id"),
-        tuple(w for w in options.get("bad_words", ()) if w),
+        words(options, "bad_words"),
         read_bias_words(options),
         word_list("stop_words_list", options.get("stop_words_list")),
         tuple(options.get("embedding_bias", ())),
@@ -279,7 +283,7 @@ def read_sampling(kind: Kind, options: Mapping[str, Any]) -> SamplingParams:
         presence_penalty=options.get("presence_penalty", 0.0),
         frequency_penalty=options.get("frequency_penalty", 0.0),
         seed=options.get("seed"),
-        stop=tuple(w for w in options.get("stop_words", ()) if w),
+        stop=words(options, "stop_words"),
         ignore_eos=bool(options.get("ignore_eos")),
         bad_words=word_list("bad_words_list", options.get("bad_words_list")),
         logprobs=0 if options.get("return_log_probs") else None,
@@ -305,13 +309,26 @@ def read_choice(kind: Kind, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"temperature": temperature, "top_k": top_k, "top_p": top_p if top_p > 0 else 1.0, "min_p": min_p}
 
 
+def words(options: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """An empty word is none."""
+    given = tuple(w for w in options.get(name, ()) if w)
+    limit_words(name, given)
+    return given
+
+
+def limit_words(name: str, given: Sequence[Any]) -> None:
+    if len(given) > MAX_WORDS:
+        raise InvalidArgument(f"{name} has {len(given)} entries; there may be {MAX_WORDS}")
+
+
 def read_bias_words(options: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
-    words, weights = options.get("embedding_bias_words", []), options.get("embedding_bias_weights", [])
-    if len(words) != len(weights):
+    given, weights = options.get("embedding_bias_words", []), options.get("embedding_bias_weights", [])
+    if len(given) != len(weights):
         raise InvalidArgument(
-            f"embedding_bias_words has {len(words)} entries, embedding_bias_weights {len(weights)}; give one for each"
+            f"embedding_bias_words has {len(given)} entries, embedding_bias_weights {len(weights)}; give one for each"
         )
-    return tuple((w, float(b)) for w, b in zip(words, weights, strict=True) if w)
+    limit_words("embedding_bias_words", given)
+    return tuple((w, float(b)) for w, b in zip(given, weights, strict=True) if w)
 
 
 def read_echo(
@@ -333,6 +350,7 @@ def word_list(name: str, rows: Any) -> tuple[tuple[int, ...], ...]:
     ends = offsets[: offsets.index(-1)] if -1 in offsets else offsets
     if any(o != -1 for o in offsets[len(ends) :]):
         raise InvalidArgument(f"{name}: only -1 may follow the first -1 of the offsets, got {offsets}")
+    limit_words(name, ends)
     starts = [0, *ends[:-1]]
     if any(not s < e <= len(ids) for s, e in zip(starts, ends, strict=False)):
         raise InvalidArgument(f"{name}: offsets must increase, from 1 to the {len(ids)} ids, got {offsets}")

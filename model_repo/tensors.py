@@ -130,7 +130,9 @@ TEXT_INPUTS = (
 BLS_INPUTS = (
     *TEXT_INPUTS,
     Input("num_draft_tokens", "INT32", (1,), "0; draft models are not done yet", Use.REFUSE, neutral=(0,)),
-    Input("use_draft_logits", "BOOL", (1,), "false", Use.REFUSE, neutral=(False,)),
+    Input(
+        "use_draft_logits", "BOOL", (1,), "false; draft models are not done yet", Use.REFUSE, neutral=(False,)
+    ),
 )
 
 TOKEN_INPUTS = (
@@ -163,7 +165,7 @@ TOKEN_INPUTS = (
     Input("runtime_top_p", "FP32", (1,), "0, off", option="top_p"),
     Input("embedding_bias", "FP32", (-1,), "added to the logits; empty or one for each id of the vocabulary"),
     Input("runtime_top_p_min", "FP32", (1,), "never had an effect", Use.IGNORE),
-    Input("runtime_top_p_decay", "FP32", (1,), "1, off", Use.REFUSE, neutral=(0.0, 1.0)),
+    Input("runtime_top_p_decay", "FP32", (1,), "1, off; decay is not done", Use.REFUSE, neutral=(0.0, 1.0)),
     Input("runtime_top_p_reset_ids", "INT32", (1,), "for top-p decay only", Use.IGNORE),
     Input("len_penalty", "FP32", (1,), "for beams only", Use.IGNORE),
     Input("early_stopping", "BOOL", (1,), "for beams only", Use.IGNORE),

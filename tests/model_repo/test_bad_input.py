@@ -32,7 +32,11 @@ STORM: list[tuple[str, dict[str, Any] | bytes, str]] = [
         "[INVALID_ARG] unknown key 'max_token': did you mean 'max_tokens'?",
     ),
     ("ensemble", {**GOOD, "lora_task_id": 1}, "[INVALID_ARG] lora_task_id is not supported"),
-    ("ensemble", {**GOOD, "beam_width": 4}, "[INVALID_ARG] beam_width 4 is not supported"),
+    (
+        "ensemble",
+        {**GOOD, "beam_width": 4},
+        "[INVALID_ARG] beam_width 4 is not supported: there is no beam search",
+    ),
     (
         "ensemble",
         {**GOOD, "num_return_sequences": 2},

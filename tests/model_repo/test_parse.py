@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtforge.model_repo.parse import Ask, Wants, read, word_list
+from trtforge.model_repo.parse import MAX_WORDS, Ask, Wants, read, word_list
 from trtforge.model_repo.tensors import Kind
 from trtforge.plugins.errors import InvalidArgument
 
@@ -101,9 +101,29 @@ def test_scalars_without_the_second_dimension() -> None:
 def test_word_lists() -> None:
     assert word_list("w", [[], []]) == ()
     assert word_list("w", [[1, 2, 3], [1, 3, -1]]) == ((1,), (2, 3))
+    assert word_list("w", [[1] * MAX_WORDS, list(range(1, MAX_WORDS + 1))]) == ((1,),) * MAX_WORDS
+    with pytest.raises(InvalidArgument, match="w has 1025 entries"):
+        word_list("w", [[1] * 1025, list(range(1, 1026))])
     for offsets in ([2, 1, -1], [4, -1, -1], [-1, 2, -1], [0, -1, -1]):
         with pytest.raises(InvalidArgument, match="w: "):
             word_list("w", [[1, 2, 3], offsets])
+
+
+@pytest.mark.parametrize("name", ["stop_words", "bad_words", "embedding_bias_words"])
+def test_words_are_bounded(name: str) -> None:
+    """Each costs time in every step; with 100,000 of them everybody's tokens took ten times as long."""
+
+    def ask(n: int) -> None:
+        given = {name: texts(*[b"%d" % i for i in range(n)])}
+        if name == "embedding_bias_words":
+            given["embedding_bias_weights"] = np.ones((1, n), np.float32)
+        one(**given)
+
+    ask(MAX_WORDS)
+    with pytest.raises(
+        InvalidArgument, match=f"{name} has {MAX_WORDS + 1} entries; there may be {MAX_WORDS}"
+    ):
+        ask(MAX_WORDS + 1)
 
 
 def test_a_batch_is_split() -> None:
