@@ -15,16 +15,34 @@ It is written beside its final name and renamed at the end: an interrupted build
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from trtforge.plugins.errors import EngineFormatError
 from trtforge.plugins.kv_dtypes import KV_DTYPES
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+
+#: Of each of the limits: positions and counts of tokens are INT32 in the graph.
+MAX_LIMIT = 2**31 - 1
+
+#: What `Manifest.model` has at least.
+MODEL_KEYS: dict[str, type] = {
+    "name": str,
+    "source": str,
+    "family": str,
+    "architecture": str,
+    "vocab_size": int,
+    "hidden_size": int,
+    "num_layers": int,
+    "num_heads": int,
+    "num_parameters": int,
+}
 
 
 @dataclass(frozen=True)
@@ -94,8 +112,7 @@ class Manifest:
     """What an engine is, was built from and can do."""
 
     target: str  # cpu, tensorrt, tensorrt-rtx, null
-    # name, source, family, architecture, vocab_size, hidden_size, num_layers, num_heads, num_parameters
-    model: Mapping[str, Any]
+    model: Mapping[str, Any]  # MODEL_KEYS, and what else a builder has to tell
     recipe: str
     kv: KVLayout
     limits: Limits
@@ -120,35 +137,76 @@ class Manifest:
         """Raises EngineFormatError for anything that is not a manifest of this format version."""
         try:
             raw = json.loads(text)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise EngineFormatError(f"{where}: not JSON ({e}); build the engine again") from e
         if not isinstance(raw, dict):
             raise EngineFormatError(f"{where}: not a JSON object; build the engine again")
-        if raw.get("format_version") != FORMAT_VERSION:
+        if type(raw.get("format_version")) is not int or raw["format_version"] != FORMAT_VERSION:
             raise EngineFormatError(
                 f"{where}: engine format {raw.get('format_version')!r}, this trtforge reads {FORMAT_VERSION};"
                 " build the engine again with this version"
             )
-        unknown = set(raw) - {f.name for f in fields(cls)}
-        if unknown:
-            raise EngineFormatError(f"{where}: unknown field {sorted(unknown)[0]!r}; build the engine again")
-        try:
-            return cls(
-                **{
-                    **raw,
-                    "kv": KVLayout(
-                        raw["kv"]["dtype"],
-                        raw["kv"]["tokens_per_block"],
-                        tuple(KVGroup(**{**g, "layers": tuple(g["layers"])}) for g in raw["kv"]["groups"]),
-                    ),
-                    "limits": Limits(**raw["limits"]),
-                    "ropes": tuple(Rope(tuple(r["inv_freq"]), r["attention_factor"]) for r in raw["ropes"]),
-                    "eos_token_ids": tuple(raw["eos_token_ids"]),
-                    "files": {k: FileEntry(**v) for k, v in raw["files"].items()},
-                }
-            )
-        except (KeyError, TypeError, AttributeError) as e:
-            raise EngineFormatError(f"{where}: damaged ({e!r}); build the engine again") from e
+        manifest: Manifest = _typed(cls, raw, where)
+        _check(manifest, where)
+        return manifest
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """A JSON value as what a field's annotation says: a dataclass, tuple[X, ...], Mapping[str, X], X | None, str,
+    int or float (finite). Raises EngineFormatError with the path of the first value that is something else.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        known = {f.name: f for f in fields(kind)}
+        for name in sorted(value.keys() - known.keys()):
+            raise _damaged(where, f"unknown field {name!r}")
+        for name, f in known.items():
+            if name not in value and f.default is MISSING and f.default_factory is MISSING:
+                raise _damaged(where, f"{name} is missing")
+        types = get_type_hints(kind)
+        return kind(**{name: _typed(types[name], v, f"{where}: {name}") for name, v in value.items()})
+    if origin is UnionType:  # X | None
+        return None if value is None else _typed(args[0], value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if origin is Mapping and isinstance(value, dict):
+        return {k: _typed(args[1], v, f"{where}: {k}") for k, v in value.items()}
+    if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+        return float(value)
+    if kind in (int, str) and type(value) is kind:
+        return value
+    raise _damaged(where, f"{value!r:.60} is not possible")
+
+
+def _check(manifest: Manifest, where: str) -> None:
+    """What the types do not say. Raises EngineFormatError that names the first value that cannot be."""
+    for key, kind in MODEL_KEYS.items():
+        value = manifest.model.get(key)
+        if type(value) is not kind or (isinstance(value, int) and value < 0):
+            raise _damaged(where, f"model: {key} is {value!r:.60}, want {kind.__name__}")
+    for name in manifest.files:
+        if Path(name).name != name:
+            raise _damaged(where, f"files: {name!r} is not a file's name")
+    kv = manifest.kv
+    if kv.dtype not in KV_DTYPES:
+        raise _damaged(where, f"kv: dtype {kv.dtype!r} is none of {', '.join(KV_DTYPES)}")
+    layers = sorted(layer for group in kv.groups for layer in group.layers)
+    if layers != list(range(manifest.model["num_layers"])) or not all(g.layers for g in kv.groups):
+        raise _damaged(where, f"kv: groups hold {len(layers)} layers, not each of the model's once")
+    sizes = {f"limits: {name}": value for name, value in asdict(manifest.limits).items()}
+    sizes |= {"model: vocab_size": manifest.vocab_size, "kv: tokens_per_block": kv.tokens_per_block}
+    for i, group in enumerate(kv.groups):
+        shape = {"kv_heads": group.kv_heads, "head_size": group.head_size, "window": group.window or 1}
+        sizes |= {f"kv: groups[{i}]: {name}": value for name, value in shape.items()}
+    for name, value in sizes.items():
+        if not 1 <= value <= MAX_LIMIT:
+            raise _damaged(where, f"{name} {value} must be from 1 to {MAX_LIMIT}")
+
+
+def _damaged(where: str, what: str) -> EngineFormatError:
+    return EngineFormatError(f"{where}: {what}; build the engine again")
 
 
 def load(engine_dir: Path, *, checksums: bool = False) -> Manifest:
@@ -161,7 +219,11 @@ def load(engine_dir: Path, *, checksums: bool = False) -> Manifest:
         raise EngineFormatError(
             f"{engine_dir}: no {MANIFEST_NAME}: not an engine directory; make one with `trtforge build`"
         )
-    manifest = Manifest.from_json(path.read_text(), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise EngineFormatError(f"{path}: cannot be read: {e}") from e
+    manifest = Manifest.from_json(text, str(path))
     for name, entry in manifest.files.items():
         file = engine_dir / name
         if not file.is_file():
