@@ -62,6 +62,7 @@ class CpuExecutor:
             raise EngineFormatError(
                 f"{engine_dir}: OpenVINO cannot load it ({_reason(e)}); build the engine again"
             ) from e
+        check_graph(compiled, manifest, engine_dir)
         self._tensor = openvino.Tensor
         self._compiled: Any = compiled
         self._request: Any = compiled.create_infer_request()
@@ -112,14 +113,42 @@ def properties(threads: int) -> dict[str, Any]:
 
 
 def pools(kv: KVLayout, num_blocks: Sequence[int]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """(input name, zeroed page-aligned memory): kv_pool.{g} u8 [num_blocks, layers, 2, kv_heads,
-    tokens_per_block, head_size * bytes] and, for a quantized cache, kv_scales.{g} FP32 [..., scales]."""
+    """(input name, zeroed page-aligned memory) of each pool."""
+    for name, dtype, rest in pool_rows(kv):
+        yield name, _aligned(dtype, (num_blocks[int(name.rpartition(".")[2])], *rest))
+
+
+def pool_rows(kv: KVLayout) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...]]]:
+    """(input name, dtype, shape of one block): kv_pool.{g} u8 [layers, 2, kv_heads, tokens_per_block,
+    head_size * bytes] and, for a quantized cache, kv_scales.{g} FP32 [..., scales]."""
     dtype = KV_DTYPES[kv.dtype]
-    for g, (group, blocks) in enumerate(zip(kv.groups, num_blocks, strict=True)):
-        rows = (blocks, len(group.layers), 2, group.kv_heads, kv.tokens_per_block)
-        yield f"kv_pool.{g}", _aligned(np.dtype(np.uint8), (*rows, group.head_size * dtype.bytes))
+    for g, group in enumerate(kv.groups):
+        rows = (len(group.layers), 2, group.kv_heads, kv.tokens_per_block)
+        yield f"kv_pool.{g}", np.dtype(np.uint8), (*rows, group.head_size * dtype.bytes)
         if dtype.scales:
-            yield f"kv_scales.{g}", _aligned(np.dtype(np.float32), (*rows, dtype.scales))
+            yield f"kv_scales.{g}", np.dtype(np.float32), (*rows, dtype.scales)
+
+
+def check_graph(compiled: Any, manifest: Manifest, engine_dir: Path) -> None:
+    """Raise EngineFormatError unless the graph's pools, rotations and logits have the manifest's sizes.
+
+    Pools of another layout would be read and written past their ends.
+    """
+    wanted = {name: shape for name, _, shape in pool_rows(manifest.kv)}
+    wanted |= {f"cos_sin.{r}": (rope.rotary_dim,) for r, rope in enumerate(manifest.ropes)}
+    wanted["logits"] = (manifest.vocab_size,)
+    ports = {port.any_name: port for port in (*compiled.inputs, *compiled.outputs)}
+    found = {
+        name: tuple(size.get_length() for size in list(port.partial_shape)[1:])
+        for name, port in ports.items()
+        if name.startswith(("kv_pool.", "kv_scales.", "cos_sin.", "logits"))
+    }
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise EngineFormatError(
+                f"{engine_dir}: {name} is {found.get(name)} in the graph, {wanted.get(name)} by the manifest; "
+                "build the engine again"
+            )
 
 
 def named(arrays: StepArrays) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -264,6 +264,23 @@ def test_damaged_graph_is_refused_in_one_line(tiny_engine: Make, tmp_path: Path)
         assert "\n" not in str(refused.value)
 
 
+def test_a_manifest_of_other_sizes_than_the_graph_is_refused(tiny_engine: Make) -> None:
+    """Else our ops would write past the ends of the pools."""
+    engine = tiny_engine("mistral-window", kv_cache_dtype="int8", tokens_per_block=8)
+    manifest = manifest_format.load(engine)
+    (group,) = manifest.kv.groups
+    for name, wrong in {
+        "kv_pool.0": replace(manifest, kv=replace(manifest.kv, tokens_per_block=4)),
+        "kv_pool.1": replace(manifest, kv=replace(manifest.kv, groups=(group, group))),
+        "kv_pool.0 ": replace(manifest, kv=replace(manifest.kv, groups=(replace(group, kv_heads=2**31),))),
+        "kv_pool.0  ": replace(manifest, kv=replace(manifest.kv, dtype="fp16")),
+        "cos_sin.0": replace(manifest, ropes=(replace(manifest.ropes[0], inv_freq=(1.0,)),)),
+        "logits": replace(manifest, model={**manifest.model, "vocab_size": 287}),
+    }.items():
+        with pytest.raises(EngineFormatError, match=rf": {name.strip()} is .* build the engine again"):
+            open_executor(engine, wrong)
+
+
 def test_engine_for_another_target_is_refused(tiny_engine: Make) -> None:
     engine = tiny_engine("llama", kv_cache_dtype="fp32", tokens_per_block=8)
     manifest = replace(manifest_format.load(engine), target="abacus")
