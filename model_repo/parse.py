@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from trtforge.model_repo.tensors import (
     ELSEWHERE,
+    INPUTS,
     PARAMETERS_IGNORED,
     UNSUPPORTED,
     Input,
@@ -154,6 +155,8 @@ def read_parameters(kind: Kind, parameters: Mapping[str, Any]) -> dict[str, Any]
             raise InvalidArgument(f"{name} is not supported: {UNSUPPORTED[name]}")
         elif name not in PARAMETERS_IGNORED and (meant := near_miss(kind, name)):
             raise InvalidArgument(f"unknown key {name!r}: did you mean {meant!r}?")
+        elif asks_elsewhere(name, given):
+            raise InvalidArgument(f"{name} is an input of another model, not of this one")
     return options
 
 
@@ -166,6 +169,12 @@ def near_miss(kind: Kind, name: str) -> str | None:
     folded = {n.replace("_", "").lower(): n for n in (*names, *PARAMETERS_IGNORED)}
     close = difflib.get_close_matches(name.replace("_", "").lower(), folded, n=1, cutoff=0.8)
     return same_option[0] if same_option else folded[close[0]] if close else None
+
+
+def asks_elsewhere(name: str, given: Any) -> bool:
+    """Whether another of the models would do something about it."""
+    declared = [i for k in (Kind.TOKENS, Kind.TEXT, Kind.BLS) for i in INPUTS[k] if i.name == name]
+    return any(i.use is not Use.IGNORE and given not in i.neutral for i in declared)
 
 
 def coerce(declared: Input, given: Any) -> Any:

@@ -205,6 +205,9 @@ def test_what_is_refused(tensors: dict[str, Any], message: str) -> None:
         (Kind.TEXT, "lora_task_id", "LoRA adapters are not done yet"),
         (Kind.TEXT, "guided_decoding_guide", "guided decoding is not done yet"),
         (Kind.TEXT, "request_type", "disaggregated"),
+        (Kind.TEXT, "num_draft_tokens", "num_draft_tokens is an input of another model"),
+        (Kind.TEXT, "input_lengths", "input_lengths is an input of another model"),
+        (Kind.TOKENS, "text_input", "text_input is an input of another model"),
         (Kind.TEXT, "min_length", "min_length must be INT32"),
     ],
 )
@@ -220,6 +223,7 @@ def test_keys_that_are_honoured_or_ignored() -> None:
     p = ask.request.params
     assert (p.min_tokens, p.seed, p.ignore_eos, p.min_p, ask.request.cache_salt) == (3, 9, True, 0.0, "s")
     one(parameters={"accumulate_tokens": True, "id": "x", "Streaming": False, "user_tag": "blue"})
+    one(parameters={"num_draft_tokens": 0, "use_draft_logits": False, "early_stopping": True})
     one(parameters={"request_type": "context_and_generation"})
     with pytest.raises(InvalidArgument, match="min_tokens is given twice"):
         one(parameters={"min_length": 3}, min_tokens=scalar(2, np.int32))
