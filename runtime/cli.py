@@ -155,7 +155,8 @@ def _result(line: "Line", stream: "Stream") -> Any:
 
 def _read(prompts: str) -> str:
     try:
-        return sys.stdin.read() if prompts == "-" else Path(prompts).read_text("utf-8")
+        data = sys.stdin.buffer.read() if prompts == "-" else Path(prompts).read_bytes()
+        return data.decode("utf-8-sig")  # without the mark that Windows puts in front
     except (OSError, UnicodeDecodeError) as e:
         raise InvalidArgument(f"{prompts}: cannot be read: {e}") from e
 

@@ -101,16 +101,25 @@ def read_lines(text: str, name: str, defaults: SamplingParams, tokenizer: Tokeni
 
     defaults: for what a line does not say.
     """
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut a string at U+2028 too
         if line.strip():
             where = f"{name}:{number}"
             try:
                 raw = json.loads(line)
-            except ValueError as e:
+            except (ValueError, RecursionError) as e:
                 raise InvalidArgument(f"{where}: not JSON: {e}") from e
             if not isinstance(raw, dict):
                 raise InvalidArgument(f'{where}: must be a JSON object, e.g. {{"prompt": "Hello"}}')
-            yield Line(where, raw.pop("id", number), _request(raw, where, defaults, tokenizer))
+            yield Line(where, _id(raw.pop("id", number), where), _request(raw, where, defaults, tokenizer))
+
+
+def _id(value: Any, where: str) -> Any:
+    """As it is. Half a surrogate pair in it could not be written out again."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        raise InvalidArgument(f"{where}: id: not valid Unicode: {e.reason}") from e
+    return value
 
 
 def _request(

@@ -1,6 +1,10 @@
 """The commands generate and bench, over the toy model."""
 
 import json
+import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +147,11 @@ def test_bad_words_are_text_and_do_not_come(null_engine: Make, prompts: Callable
         ({}, "exactly one of prompt, token_ids and messages"),
         ({"prompt": "x" * 3000}, "the prompt has 3001 tokens"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("[" * 100_000, "not JSON"),
+        ({"prompt": "x", "id": "\ud83d"}, "id: not valid Unicode"),
+        ({"prompt": "x", "deadline": math.nan}, "deadline must be at least 0, got nan"),
+        ({"prompt": "x", "deadline": -1}, "deadline must be at least 0, got -1"),
+        ({"prompt": "x", "logit_bias": {"5": 1e39}}, "logit_bias: must be from -1e+30 to 1e+30, got 1e+39"),
     ],
     ids=lambda v: v[:30] if isinstance(v, str) else "",
 )
@@ -156,6 +165,32 @@ def test_a_bad_line_is_named_by_its_number(
     assert error.startswith(f"error: {path}:3: ")
     assert words in error
     assert not result.stdout
+
+
+def test_only_line_feeds_end_a_line(null_engine: Make, tmp_path: Path) -> None:
+    """JSON strings may hold the other line ends of Unicode as they are; files of Windows have a mark and CRs."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('\ufeff{"prompt": "a\u2028b\x85c"}\r\n\r\n{"prompt": "d"}'.encode())
+    first, second = lines(run("generate", null_engine(), "--prompts", path, "--json", "--max-tokens", 2))
+    assert (first["num_prompt_tokens"], second["id"]) == (1 + 3 + 3 + 2, 3)
+
+
+def test_standard_input_is_utf_8_whatever_the_locale(null_engine: Make) -> None:
+    code = "from trtforge.builder.cli import main; main()"
+    args = ["generate", str(null_engine()), "--prompts", "-", "--json", "--max-tokens", "1"]
+    for given, returncode, words in (
+        ('{"prompt": "ä→"}'.encode(), 0, b""),
+        (b"\xff", 1, b"-: cannot be read"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *args],
+            input=given,
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        )
+        assert (done.returncode, words in done.stderr) == (returncode, True), done.stderr
+        if returncode == 0:
+            assert json.loads(done.stdout)["num_prompt_tokens"] == 1 + 2 + 3
 
 
 @pytest.mark.parametrize(
