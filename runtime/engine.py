@@ -176,9 +176,12 @@ class Engine:
         """The request as it will run. Raises InvalidArgument for one that cannot."""
         params, own = asked.params, self.manifest.eos_token_ids
         params.check(self.manifest.vocab_size)
+        if asked.deadline is not None and not asked.deadline >= 0:  # NaN would never pass
+            raise InvalidArgument(f"deadline must be at least 0, got {asked.deadline}")
         prompt_ids = self._prompt_ids(asked)
         max_tokens = self._scheduler.check_fits(len(prompt_ids), params.max_tokens)
-        end_ids = set(own if params.stop_token_ids is None else params.stop_token_ids)
+        stop = own if params.stop_token_ids is None else params.stop_token_ids
+        end_ids = {i for i in stop if 0 <= i < self.manifest.vocab_size}  # no other one can come
         now = time.monotonic()
         return Request(
             id=asked.id,

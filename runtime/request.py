@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from math import isfinite
 from typing import Any
 
 from trtforge.plugins.errors import InvalidArgument
 
 #: The most alternatives that a request may ask for at each position.
 MAX_LOGPROBS = 100
+
+#: Of a logit: far above any, and its sum with one still a finite FP32.
+MAX_BIAS = 1e30
 
 
 class FinishReason(str, Enum):
@@ -70,8 +72,9 @@ class SamplingParams:
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise InvalidArgument(f"{name}: token {token} is not in the vocabulary of {vocab_size}")
-        if not all(map(isfinite, self.logit_bias.values())):
-            raise InvalidArgument("logit_bias: a value is not finite")
+        for bias in self.logit_bias.values():
+            if not abs(bias) <= MAX_BIAS:  # false for NaN too
+                raise InvalidArgument(f"logit_bias: must be from -{MAX_BIAS:g} to {MAX_BIAS:g}, got {bias}")
 
     def _within(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)

@@ -160,6 +160,16 @@ def test_end_tokens(start: Start, explicit: bool) -> None:
     assert other.token_ids == ended.token_ids[: ended.token_ids.index(ended.token_ids[3])]
 
 
+def test_end_tokens_that_the_vocabulary_lacks_are_none(start: Start) -> None:
+    """min_tokens bans the end tokens: these have no logit that could be banned."""
+    engine = start()
+    plain, odd = (
+        engine.submit(ask(f"{ids}", max_tokens=20, min_tokens=10, stop_token_ids=ids)).result()
+        for ids in ((), (-1, 10**9))
+    )
+    assert odd.token_ids == plain.token_ids
+
+
 def test_logprobs_come_with_their_tokens(start: Start) -> None:
     outputs = list(start().submit(ask("a", logprobs=2)))
     assert all(len(o.logprobs) == len(o.token_ids) for o in outputs)

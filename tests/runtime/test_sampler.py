@@ -249,6 +249,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
         {"bad_words": ((VOCAB,),)},
         {"logit_bias": {-1: 1.0}},
         {"logit_bias": {1: math.nan}},
+        {"logit_bias": {1: 1e39}},
     ],
     ids=str,
 )
