@@ -193,7 +193,11 @@ def _check(manifest: Manifest, where: str) -> None:
     if kv.dtype not in KV_DTYPES:
         raise _damaged(where, f"kv: dtype {kv.dtype!r} is none of {', '.join(KV_DTYPES)}")
     layers = sorted(layer for group in kv.groups for layer in group.layers)
-    if layers != list(range(manifest.model["num_layers"])) or not all(g.layers for g in kv.groups):
+    if (
+        layers != list(range(len(layers)))
+        or len(layers) != manifest.model["num_layers"]
+        or not all(g.layers for g in kv.groups)
+    ):
         raise _damaged(where, f"kv: groups hold {len(layers)} layers, not each of the model's once")
     sizes = {f"limits: {name}": value for name, value in asdict(manifest.limits).items()}
     sizes |= {"model: vocab_size": manifest.vocab_size, "kv: tokens_per_block": kv.tokens_per_block}

@@ -41,6 +41,7 @@ def test_reading_gives_what_was_written(raw: Any) -> None:
         ("model.vocab_size", MISSING, "model: vocab_size is None, want int"),
         ("model.vocab_size", 0, "model: vocab_size 0 must be from 1"),
         ("model.num_layers", 5, "kv: groups hold 4 layers, not each of the model's once"),
+        ("model.num_layers", 10**15, "kv: groups hold 4 layers, not each"),
         ("recipe", [], "recipe: [] is not possible"),
         ("versions", [], "versions: [] is not possible"),
         ("eos_token_ids", "x", "eos_token_ids: 'x' is not possible"),
