@@ -51,6 +51,17 @@ def test_the_pieces_in_which_rows_come_do_not_matter(rng: np.random.Generator) -
     assert (parts.top1_agreement, parts.max_kl) == (whole.top1_agreement, whole.max_kl)
 
 
+def test_one_near_tie_of_a_short_text_is_no_fault(rng: np.random.Generator) -> None:
+    reference = rng.normal(size=(5, 20)).astype(np.float32)
+    reference[:, :2] = 9, 9.00001  # of about equal likelihood
+    logits, ids = reference.copy(), np.zeros(5, int)
+    logits[2, 0] = 9.00002
+    assert compare(logits, reference, ids).top1_agreement == 0.8
+    assert not compare(logits, reference, ids).faults(LIMITS)
+    logits[3, 0] = 9.00002
+    assert len(compare(logits, reference, ids).faults(LIMITS)) == 1
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_broken_engine_is_past_every_limit(bad: float, rng: np.random.Generator) -> None:
     reference = rng.normal(size=(4, 20)).astype(np.float32)
