@@ -29,7 +29,10 @@ def load(recipe: str) -> QuantSpec:
         return _read(Path(__file__).parent / f"{recipe}.toml")
     file = Path(recipe)
     if file.suffix == ".toml" and file.is_file():
-        return _read(file)
+        own = _read(file)
+        if own.name in names() and own != load(own.name):
+            raise InvalidArgument(f"{file}: trtforge has another recipe of this name; rename the file")
+        return own
     raise InvalidArgument(
         f"recipe {recipe!r} is unknown; choose from: {', '.join(names())}, or give a .toml file of your own"
     )

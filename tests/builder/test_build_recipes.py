@@ -49,6 +49,18 @@ def test_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) ->
     assert mine in str(refused.value)
 
 
+def test_own_file_may_not_pass_for_one_of_ours(tmp_path: Path) -> None:
+    """Engines bear the recipe's name, and `verify` takes its limits from it."""
+    copy = tmp_path / "int8_wo.toml"
+    copy.write_text('weights = "int8"\nsymmetric = true\n')
+    assert recipes.load(str(copy)) == recipes.load("int8_wo")
+    copy.write_text('weights = "int4"\n')
+    with pytest.raises(
+        InvalidArgument, match=r"int8_wo\.toml: trtforge has another recipe of this name; rename"
+    ):
+        recipes.load(str(copy))
+
+
 @pytest.mark.parametrize("name", ["int8", "nowhere.toml", "../full_prec"])
 def test_unknown_recipe_names_the_known_ones(name: str) -> None:
     with pytest.raises(InvalidArgument, match="choose from: full_prec, int4_wo, int8_wo"):
