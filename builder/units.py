@@ -1,6 +1,7 @@
 """Bytes as people write and read them."""
 
 import re
+from decimal import Decimal
 
 from trtforge.plugins.errors import InvalidArgument
 
@@ -14,7 +15,7 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise InvalidArgument(f"{text!r} is not a number of bytes; write it like 8GiB, 8GB or 8589934592")
     number, unit, suffix = match[1], match[2].upper(), match[3].upper()
-    return int(float(number) * (_DECIMAL[unit] if suffix == "B" and unit else _FACTORS[unit]))
+    return int(Decimal(number) * (_DECIMAL[unit] if suffix == "B" and unit else _FACTORS[unit]))
 
 
 def format_bytes(count: float) -> str:

@@ -14,6 +14,8 @@ from trtforge.plugins.errors import InvalidArgument
         ("0.5 MiB", 1 << 19),
         ("1.5KB", 1500),
         ("7B", 7),
+        ("1" + "0" * 400, 10**400),
+        (f"{2**60 + 1}", 2**60 + 1),
     ],
 )
 def test_bytes_as_people_write_them(text: str, count: int) -> None:
