@@ -18,10 +18,10 @@ from trtforge.builder.checkpoint import Checkpoint, TokenizerFiles, open_checkpo
 from trtforge.builder.engine_dir import check_replaceable, staging
 from trtforge.builder.spec import BuildConfig, QuantSpec
 from trtforge.builder.targets import Progress
-from trtforge.builder.translate import Translation, translate
-from trtforge.plugins.errors import InvalidArgument
+from trtforge.builder.translate import Translation, printable, translate
+from trtforge.plugins.errors import CheckpointError, InvalidArgument
 from trtforge.plugins.kv_dtypes import AUTO_KV_DTYPE, KV_DTYPES
-from trtforge.runtime.manifest import MANIFEST_NAME, FileEntry, Manifest, sha256
+from trtforge.runtime.manifest import MANIFEST_NAME, MAX_LIMIT, FileEntry, Manifest, sha256
 
 TOKENS_PER_BLOCK = (8, 16, 32, 64, 128)
 
@@ -41,6 +41,7 @@ def build(
     place that cannot be written. What a person should know is logged as a warning.
     """
     check_config(config)
+    config = replace(config, target=targets.canonical(config.target))
     target, quant = targets.target(config.target), recipes.load(config.recipe)
     check_replaceable(output)
     checkpoint = open_checkpoint(source)
@@ -66,6 +67,8 @@ def check_config(config: BuildConfig) -> None:
         if value < least:
             note = " (0: the model's own maximum)" if least == 0 else ""
             raise InvalidArgument(f"{name} {value} is not possible; give at least {least}{note}")
+        if value > MAX_LIMIT:
+            raise InvalidArgument(f"{name} {value} is not possible; give at most {MAX_LIMIT}")
 
 
 def _build(
@@ -100,7 +103,7 @@ def _build(
             target=config.target,
             model={
                 "name": spec.name if Path(source).exists() else Path(source).name,  # of a hub id
-                "source": Path(source).name,
+                "source": printable(Path(source).name),
                 "family": spec.family,
                 "architecture": spec.architecture,
                 "vocab_size": spec.vocab_size,
@@ -155,10 +158,13 @@ def end_tokens(checkpoint: Checkpoint, tokenizer: TokenizerFiles) -> tuple[int, 
         tokenizer.eos_token_id,
         checkpoint.config.get("eos_token_id"),
     ):
-        if isinstance(ids, int):
-            return (ids,)
-        if ids:
-            return tuple(int(i) for i in ids)
+        listed = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+        if not all(type(i) is int for i in listed):
+            raise CheckpointError(
+                f"{checkpoint.path}: eos_token_id is {ids!r}, want a token id or a list of them"
+            )
+        if listed:
+            return tuple(listed)
     return ()
 
 

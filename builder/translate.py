@@ -73,7 +73,12 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 def _name(path: Path) -> str:
     """The directory's name, or a single file's without its suffix."""
-    return path.stem if path.is_file() else path.resolve().name
+    return printable(path.stem if path.is_file() else path.resolve().name)
+
+
+def printable(name: str) -> str:
+    """A file's name with ? for each byte that is not UTF-8, which no graph and no log would take."""
+    return name.encode(errors="replace").decode()
 
 
 def _told_by_tensors(

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 
+#: Targets that the design has and this version does not.
+COMING = ("tensorrt", "tensorrt-rtx")
+
+
 class Target(Protocol):
     def compile(self, graph: "ir.Model", directory: Path, progress: Progress) -> Mapping[str, str]:
         """Write the engine's files into `directory` and give the versions that the executor needs at load."""
@@ -32,6 +36,18 @@ def names() -> tuple[str, ...]:
 
 def target(name: str) -> Target:
     """The target's module. Raises InvalidArgument that names the choices."""
+    name = canonical(name)
     if name not in names():
-        raise InvalidArgument(f"target {name!r} is unknown; choose from: {', '.join(names())}")
+        raise InvalidArgument(
+            f"target {name!r} comes with a later version; choose from: {', '.join(names())} "
+            "(`trtforge plan MODEL --gpu NAME` tells what it will need)"
+        )
     return cast(Target, importlib.import_module(f"{__name__}.{name.replace('-', '_')}"))
+
+
+def canonical(name: str) -> str:
+    """A target's name, of one to come too, with dashes. Raises InvalidArgument for what is none."""
+    name = name.replace("_", "-")
+    if name not in (*names(), *COMING):
+        raise InvalidArgument(f"target {name!r} is unknown; choose from: {', '.join(names())}")
+    return name

@@ -4,6 +4,7 @@ stopped at any moment leaves nothing that looks whole."""
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +18,13 @@ import pytest
 
 from trtforge.builder.build import build
 from trtforge.builder.spec import BuildConfig
-from trtforge.plugins.errors import EnvironmentProblem, ForgeError, InvalidArgument, UnsupportedModel
+from trtforge.plugins.errors import (
+    CheckpointError,
+    EnvironmentProblem,
+    ForgeError,
+    InvalidArgument,
+    UnsupportedModel,
+)
 from trtforge.runtime import manifest as manifest_format
 from trtforge.runtime.executors import open_executor
 from trtforge.runtime.manifest import Limits, Manifest
@@ -106,9 +113,15 @@ def test_model_without_end_token_is_reported(
         (BuildConfig(tokens_per_block=24), "24 is not possible; choose from: 8, 16, 32, 64, 128"),
         (BuildConfig(recipe="int3"), "'int3' is unknown; choose from: full_prec, int4_wo, int8_wo"),
         (BuildConfig(target="abacus"), "'abacus' is unknown; choose from: cpu"),
+        (BuildConfig(target="tensorrt"), "target 'tensorrt' comes with a later version; choose from: cpu"),
+        (BuildConfig(target="tensorrt_rtx"), "target 'tensorrt-rtx' comes with a later version"),
         (BuildConfig(limits=Limits(max_num_tokens=0)), "max_num_tokens 0 is not possible; give at least 1"),
         (BuildConfig(limits=Limits(max_batch_size=0)), "max_batch_size 0 is not possible; give at least 1"),
         (BuildConfig(limits=Limits(max_seq_len=-1)), "max_seq_len -1 is not possible; give at least 0"),
+        (
+            BuildConfig(limits=Limits(max_seq_len=2**31)),
+            "max_seq_len 2147483648 is not possible; give at most",
+        ),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_written(
@@ -118,6 +131,23 @@ def test_bad_options_are_refused_before_anything_is_written(
         build(tmp_path / "no checkpoint is even looked for", tmp_path / "deep" / "engine", config)
     assert message in str(refused.value)
     assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize("ids", ["x", ["x"], 1.5, [True], {"a": 1}])
+def test_end_tokens_that_are_no_token_ids_are_refused(
+    ids: object, tiny_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    llama = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "llama")
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(CheckpointError, match=r"eos_token_id is .*, want a token id or a list of them"):
+        build(llama, tmp_path / "engine", BuildConfig())
+
+
+def test_a_name_that_is_no_text_is_made_one(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """File names are bytes; what is not UTF-8 in them comes as half surrogate pairs, which cannot be written."""
+    llama = shutil.copytree(tiny_checkpoint("llama"), tmp_path / os.fsdecode(b"caf\xe9"))
+    manifest = build(llama, tmp_path / "engine", BuildConfig())
+    assert (manifest.model["name"], manifest.model["source"]) == ("caf?", "caf?")
 
 
 def test_recipe_that_excludes_what_is_not_there_is_refused(
