@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import select
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtforge.builder.spec import BuildConfig
-from trtforge.plugins.errors import ForgeError
+from trtforge.plugins.errors import ForgeError, InvalidArgument
 from trtforge.plugins.kv_dtypes import AUTO_KV_DTYPE, KV_DTYPES
 from trtforge.runtime.manifest import Limits
 
@@ -80,6 +81,10 @@ class Root(click.Group):
             sys.stdout = None  # nobody reads it, and Python shall not complain when it flushes it
             ctx.exit(128 + signal.SIGPIPE)
         except Exception as e:
+            if (
+                isinstance(e, OSError) and e.filename is not None
+            ):  # of a path that was given, or of what is in it
+                fail(ctx, f"error: {e.filename}: {e.strerror}", 1)
             fail(ctx, f"internal error: {type(e).__name__}: {one_line(e)}; run again with --debug", 1)
         return result
 
@@ -229,7 +234,8 @@ def build(model: str, output: Path, **options: Any) -> None:
         f"{output}: {manifest.model['name']} for {manifest.target}, {manifest.recipe}, {format_bytes(size)}; "
         f"KV cache {manifest.kv.dtype}, {manifest.kv.bytes_per_token} bytes per token"
     )
-    click.echo(f"next: trtforge generate {output} --prompt TEXT, or trtforge package {output} -o REPO")
+    quoted = shlex.quote(str(output))
+    click.echo(f"next: trtforge generate {quoted} --prompt TEXT, or trtforge package {quoted} -o REPO")
 
 
 @click.command()
@@ -245,7 +251,7 @@ def plan(model: str, gpu: str | None, memory: str | None, as_json: bool, **optio
     """
     from dataclasses import replace
 
-    from trtforge.builder import devices
+    from trtforge.builder import devices, targets
     from trtforge.builder import plan as planning
     from trtforge.builder.build import check_config, settle
     from trtforge.builder.checkpoint import open_checkpoint
@@ -253,6 +259,8 @@ def plan(model: str, gpu: str | None, memory: str | None, as_json: bool, **optio
 
     config = build_config(**options)
     check_config(config)
+    if targets.canonical(config.target) != "cpu" and not gpu:
+        raise click.UsageError(f"--target {config.target} runs on a GPU: name it with --gpu")
     checkpoint = open_checkpoint(model)
     try:
         translation, config = settle(checkpoint, config)
@@ -295,7 +303,9 @@ def inspect(path: str, as_json: bool) -> None:
 @click.option(
     "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A text of your own."
 )
-@click.option("--tokens", type=int, default=1024, show_default=True, help="Compare at most so many.")
+@click.option(
+    "--tokens", type=click.IntRange(2), default=1024, show_default=True, help="Compare at most so many."
+)
 @JSON_OPTION
 def verify(engine: Path, reference: str, text: Path | None, tokens: int, as_json: bool) -> None:
     """Compare an engine with its checkpoint run by a plain reference.
@@ -311,7 +321,10 @@ def verify(engine: Path, reference: str, text: Path | None, tokens: int, as_json
     from trtforge.runtime.score import Scorer
 
     scorer = Scorer(engine)
-    words = (text or verifying.DEFAULT_TEXT).read_text(encoding="utf-8")
+    try:
+        words = (text or verifying.DEFAULT_TEXT).read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise InvalidArgument(f"{text}: not UTF-8 text: {e}") from e
     token_ids = Tokenizer.from_file(str(engine / "tokenizer.json")).encode(words).ids[:tokens]
     checkpoint = open_checkpoint(reference)
     try:

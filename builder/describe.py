@@ -30,6 +30,8 @@ def describe(path: str) -> Description:
 
     Raises InvalidArgument if it is none of them, and what the readers raise if it is damaged.
     """
+    if not path:  # which Path takes for this directory
+        raise InvalidArgument("the path is empty")
     directory = Path(path)
     if (directory / manifest_format.MANIFEST_NAME).is_file():
         return describe_engine(directory)
@@ -79,7 +81,8 @@ def describe_checkpoint(path: str) -> Description:
     checkpoint = open_checkpoint(path)
     try:
         config = checkpoint.config
-        architecture = str((config.get("architectures") or ["unknown"])[0])
+        names = config.get("architectures")
+        architecture = str(names[0]) if isinstance(names, list | tuple) and names else "unknown"
         try:
             family, unsupported = family_of(architecture).name, None
         except UnsupportedModel as e:

@@ -17,6 +17,8 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
 
     Raises CheckpointError if it is missing, damaged or hostile, UnsupportedModel if it is something else.
     """
+    if not str(source):  # which Path takes for this directory
+        raise CheckpointError(f"the model's path is empty; pass {_ACCEPTED}")
     try:
         path = Path(source).expanduser()
     except RuntimeError as e:  # ~nobody

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
             "internal error: ConnectionResetError: gone; run again with --debug",
             1,
         ),
+        (PermissionError(13, "Permission denied", "/a/b"), "error: /a/b: Permission denied", 1),
     ],
 )
 def test_an_error_is_one_line_on_stderr(
@@ -133,6 +135,16 @@ def test_plan_exits_with_1_when_it_is_impossible(tiny_checkpoint: Callable[[str]
     assert "impossible: weights (" in result.stdout
 
 
+def test_plan_for_another_target_wants_its_gpu(tiny_checkpoint: Callable[[str], Path]) -> None:
+    """Else it would plan for the CPU here without a word."""
+    model = tiny_checkpoint("llama")
+    assert invoke("plan", model, "--target", "tensorrt", "--gpu", "L4", "--max-seq-len", 64).exit_code == 0
+    result = invoke("plan", model, "--target", "tensorrt")
+    assert (result.exit_code, "--gpu" in result.stderr) == (2, True)
+    result = invoke("plan", model, "--target", "abacus", "--gpu", "L4")
+    assert (result.exit_code, "'abacus' is unknown" in result.stderr) == (1, True)
+
+
 def test_plan_for_a_gpu(tiny_checkpoint: Callable[[str], Path]) -> None:
     result = invoke("plan", tiny_checkpoint("gemma3"), "--gpu", "h100", "--json", "--max-seq-len", 64)
     assert result.exit_code == 0, result.stderr
@@ -150,6 +162,42 @@ def test_build_says_what_it_made_and_what_comes_next(
     assert made.startswith(f"{output}: llama for cpu, full_prec, ")
     assert f"trtforge package {output}" in following
     assert (output / "manifest.json").is_file()
+
+
+def test_what_comes_next_can_be_pasted(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    output = tmp_path / "my engine"
+    result = invoke("build", tiny_checkpoint("llama"), "-o", output, "--max-seq-len", 64)
+    assert f"trtforge generate '{output}' --prompt" in result.stdout.splitlines()[1]
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate", "build", "plan", "package", "check", "verify"])
+def test_a_name_that_is_too_long_is_one_line(command: str) -> None:
+    more = {
+        "generate": ["--prompt", "x"],
+        "build": ["-o", "x"],
+        "package": ["-o", "x"],
+        "verify": ["--reference", "x"],
+    }
+    result = invoke(command, "x" * 300, *more.get(command, []))
+    assert result.exit_code == 1
+    assert re.fullmatch(r"error: x{300}.*File name too long.*\n", result.stderr)
+
+
+def test_an_empty_path_is_not_this_directory(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_checkpoint("llama"))
+    for command in (["inspect"], ["plan"], ["build", "-o", tmp_path / "engine"]):
+        result = invoke(*command, "")
+        assert (result.exit_code, "path is empty" in result.stderr) == (1, True)
+
+
+def test_verify_refuses_a_text_that_is_none(tiny_engine: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"\xff\xfe")
+    engine = tiny_engine("llama", max_seq_len=64)
+    result = invoke("verify", engine, "--reference", "x", "--text", tmp_path / "text")
+    assert (result.exit_code, "text: not UTF-8" in result.stderr) == (1, True)
+    assert invoke("verify", engine, "--reference", "x", "--tokens", "-5").exit_code == 2
 
 
 def test_a_path_that_is_nothing(tmp_path: Path) -> None:
@@ -176,6 +224,8 @@ def test_inspect_an_architecture_that_is_not_done(
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalML"]}))
     answer = json.loads(invoke("inspect", tmp_path, "--json").stdout)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": 5}))
+    assert json.loads(invoke("inspect", tmp_path, "--json").stdout)["architecture"] == "unknown"
     assert answer["family"] is None
     assert "LlamaForCausalLM" in answer["unsupported"]
 
