@@ -1,6 +1,10 @@
 // What the kernels of all instruction sets share: which set to use, the checks of indices, and the cut into items.
 #include "kernels.hpp"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -28,11 +32,17 @@ TRTFORGE_DECLARE(avx2)
 
 namespace {
 
+#if defined(__x86_64__)
+bool has_avx2() {
+    unsigned eax, ebx, ecx, edx;  // clang 14 does not know "f16c" as a feature to ask for
+    const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+    return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+#endif
+
 const Kernels* find_isa(const char* name) {
 #if defined(__x86_64__)
-    const bool has_avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (has_avx2 && (!*name || !std::strcmp(name, "avx2"))) return &avx2::table;
+    if (has_avx2() && (!*name || !std::strcmp(name, "avx2"))) return &avx2::table;
 #endif
     return !*name || !std::strcmp(name, "generic") ? &generic::table : nullptr;
 }
