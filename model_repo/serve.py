@@ -188,21 +188,32 @@ class TritonServer:
     # --- is it well
 
     def check(self) -> None:
-        """Raises EngineFailure if the server has ended or one of its Python models has died."""
+        """Raises EngineFailure if the server has ended, one of its Python models has died or an engine has failed.
+
+        A model that is not READY was unloaded, and its process with it.
+        """
         if self._process is None or self._process.poll() is not None:
             raise EngineFailure(f"Triton ended: {self._cause()}")
-        alive = self._find_stubs()
-        for pid in self._stubs.keys() - alive.keys():
-            model = self._stubs[pid]
-            if self._states().get(model) == "READY":  # else it was unloaded, and its process with it
-                raise EngineFailure(
-                    f"the process of model {model} died, Triton does not start it again ({self._cause()}); "
-                    "start the server again"
-                )
+        try:
+            alive = self._find_stubs()
+            gone = {self._stubs[pid] for pid in self._stubs.keys() - alive.keys()}
+            with http_api.open_url(self.metrics_url, timeout=30) as response:
+                page = response.read().decode()
+            failed = set(
+                re.findall(r'^trtforge_engine_healthy\{.*?model="([^"]*)".*?\} 0', page, re.MULTILINE)
+            )
+            ready = {m for m, state in self._states().items() if state == "READY"} if gone | failed else set()
+        except OSError as e:
+            raise EngineFailure(f"Triton does not answer ({e}): {self._cause()}") from e
+        # One that was loaded again has another process by now.
+        if dead := sorted((gone & ready) - set(self._find_stubs().values())):
+            raise EngineFailure(
+                f"the process of model {dead[0]} died, Triton does not start it again ({self._cause()}); "
+                "start the server again"
+            )
         self._stubs = alive
-        with http_api.open_url(self.metrics_url, timeout=30) as response:
-            if re.search(rb"^trtforge_engine_healthy\{[^}]*\} 0", response.read(), re.MULTILINE):
-                raise EngineFailure(f"the engine has failed ({self._cause()}); start the server again")
+        if failed & ready:
+            raise EngineFailure(f"the engine has failed ({self._cause()}); start the server again")
 
     def watch(self) -> None:
         """Block as long as all is well; raises EngineFailure when it is not."""
@@ -294,10 +305,13 @@ def readable(line: str) -> str:
 def cause(log: list[str]) -> str | None:
     """The line of Triton's log that tells why it failed: why a model was not loaded, else the last error."""
     errors = [line for line in log if is_error(line)]
+    crashes = [line for line in log if re.fullmatch(r"Signal \(\d+\) received\.", line)]
     of_models = [line for line in errors if "failed to load '" in line or "poll model" in line]
     raised = [line for line in errors if "Traceback (most recent call last)" in line]
     shared = [line for line in log if "error while loading shared libraries" in line]
-    return next((readable(lines[-1]) for lines in (shared, of_models, raised, errors) if lines), None)
+    return next(
+        (readable(lines[-1]) for lines in (shared, crashes, of_models, raised, errors) if lines), None
+    )
 
 
 def run(server: TritonServer, echo: Callable[[str], None]) -> None:

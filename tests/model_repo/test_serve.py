@@ -352,6 +352,26 @@ def test_an_unloaded_model_is_not_a_dead_one(unchecked: None, tmp_path: Path) ->
         server.check()
 
 
+@pytest.mark.slow
+def test_a_model_that_was_loaded_again_is_not_a_dead_one(unchecked: None, tmp_path: Path) -> None:
+    explicit = ("--model-control-mode=explicit", "--load-model=toy")
+    with TritonServer(toy_repository(tmp_path / "repository"), arguments=explicit) as server:
+        before = set(server._find_stubs())
+        for verb in ("unload", "load"):
+            request = urllib.request.Request(f"{server.http_url}/v2/repository/models/toy/{verb}", b"{}")
+            urllib.request.urlopen(request, timeout=30).close()
+            wait_until(lambda: not before & set(server._find_stubs()))
+        server.check()
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_answer(unchecked: None, tmp_path: Path) -> None:
+    with TritonServer(toy_repository(tmp_path / "repository")) as server:
+        server.ports["metrics"] = launch.choose_ports("127.0.0.1", {"x": 0})["x"]
+        with pytest.raises(EngineFailure, match="Triton does not answer"):
+            server.check()
+
+
 def test_no_run_directory(unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(EnvironmentProblem, match="set TMPDIR"):
@@ -376,6 +396,9 @@ def test_cause_is_the_last_error_that_means_something() -> None:
     traceback = r"tensorrt_llm: it failed\nTraceback (most recent call last):\n  File x\nValueError: no"
     assert serve.cause([f'E1129 21:44:02.4 93 model.py:1] "{traceback}"', *log[:2]]) == (
         "tensorrt_llm: it failed: ValueError: no"
+    )
+    assert (
+        serve.cause([*log, "Signal (11) received.", " 0# 0x00005 in tritonserver"]) == "Signal (11) received."
     )
     assert serve.cause([*log[:2], "x.errors.EngineFormatError: no manifest"]) == (
         "x.errors.EngineFormatError: no manifest"
