@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 from trtforge.model_repo.link import Server, address
@@ -37,11 +38,16 @@ class EngineModel(Front):
         return self._new_port(self.deliver, "direct")
 
     def finalize(self) -> None:
+        """Requests still in flight end. The last report is of nothing in use, and of the health that there was: an
+        engine that is unloaded has not failed."""
+        self._report_stop.set()
+        self._report_thread.join(timeout=10)
+        healthy = self.engine.healthy
         self._server.close()
         self.engine.shutdown()
         super().finalize()
-        self._report_stop.set()
-        self._report_thread.join(timeout=10)
+        self._reporter.update(replace(self.engine.metrics(), healthy=healthy))
+        self._reporter.abandon()
         log.info("engine %s is closed", self.engine.manifest.model["name"])
 
     def _new_port(self, deliver: Deliver, name: str) -> LocalPort:
@@ -49,14 +55,11 @@ class EngineModel(Front):
 
     def _report(self) -> None:
         last = True
-        while True:
-            stopping = self._report_stop.wait(METRICS_SECONDS)
+        while not self._report_stop.wait(METRICS_SECONDS):
             metrics = self.engine.metrics()
             self._reporter.update(metrics)
-            if last and not metrics.healthy and not stopping:
+            if last and not metrics.healthy:
                 log.error(
                     "the engine's thread has ended: every request fails until the model is loaded again"
                 )
             last = metrics.healthy
-            if stopping:
-                return

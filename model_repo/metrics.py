@@ -3,6 +3,7 @@ name, and ours beside them. Each update of a metric is a message to the server, 
 second, and only those that changed.
 """
 
+import ctypes
 import math
 import os
 import queue
@@ -206,13 +207,18 @@ DISTRIBUTIONS = (
 )
 
 
+#: Of gauges that have not changed.
+UPDATES_PER_REFRESH = 10
+
+
 class Reporter:
     """Keeps Triton's metrics equal to the engine's. `pb_utils` is the backend's module."""
 
     def __init__(self, pb_utils: Any, model: str, version: str) -> None:
         own = {"model": model, "version": version}
         self._values: list[tuple[str, Any, Callable[[Metrics], float]]] = []
-        self._last: dict[int, float] = {}
+        self._sent: dict[int, float] = {}
+        self._updates = 0
         self._families = []  # a metric lives as long as its family
         for f in FAMILIES:
             family = pb_utils.MetricFamily(
@@ -238,13 +244,29 @@ class Reporter:
             self._ended.put(output)
 
     def update(self, metrics: Metrics) -> None:
+        """Gauges are sent again now and then: an older process of the same model has the same metrics, and writes
+        them as it ends."""
+        self._updates += 1
+        again = self._updates % UPDATES_PER_REFRESH == 0
         for i, (kind, metric, read) in enumerate(self._values):
-            value, last = float(read(metrics)), self._last.get(i, 0.0)
-            if value != last:
-                metric.set(value) if kind == "GAUGE" else metric.increment(value - last)
-                self._last[i] = value
+            value, sent = float(read(metrics)), self._sent.get(i)
+            if kind == "GAUGE" and (again or value != sent):
+                metric.set(value)
+            elif kind == "COUNTER" and value != (sent or 0.0):
+                metric.increment(value - (sent or 0.0))
+            self._sent[i] = value
         while not self._ended.empty():
             output = self._ended.get()
             for metric, d in self._distributions:
                 if (seen := d.read(output)) is not None:
                     metric.observe(float(seen))
+
+    def abandon(self) -> None:
+        """Leave the metrics on Triton's page when the process ends.
+
+        Freed then, they crash it, for what they tell the server with is gone; freed before, they take the values from
+        under a newer process of the same model, which crashes the server.
+        """
+        metrics = [m for _, m, _ in self._values] + [m for m, _ in self._distributions]
+        for held in (*metrics, *self._families):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

@@ -1,6 +1,7 @@
 """Loading, unloading and loading again, and two repositories side by side."""
 
 import json
+import os
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -64,6 +65,8 @@ def test_unload_and_load_again(controlled: tuple[Served, Path]) -> None:
     opened, closed = log.read_text().count(OPENED), log.read_text().count(CLOSED)
     control(served, "tensorrt_llm", "unload")
     served.wait_for(lambda: log.read_text().count(CLOSED) == closed + 1, "it is closed", seconds=20)
+    served.server.check()  # an engine that was unloaded has not failed
+    assert served.used_blocks() == served.active() == 0
     status, text = served.post("ensemble", "generate", body)
     assert status == 400
     assert (
@@ -120,3 +123,26 @@ def test_serving_leaves_the_repository_as_it_is(controlled: tuple[Served, Path])
     """So it can be mounted read-only, and Triton never takes it for changed."""
     here, log = controlled
     assert tree(here.server.repository) == json.loads((log.parent / "tree.json").read_text())
+
+
+def test_a_newer_engine_takes_over_from_a_running_one(controlled: tuple[Served, Path]) -> None:
+    """Both processes have the same metrics for a while, and the older one goes last."""
+    served, log = controlled
+    version = served.server.repository / "tensorrt_llm" / "1"
+    body = {"text_input": "take over", "max_tokens": 12}
+    expected = served.generate("ensemble", body)["text_output"]
+    for _ in range(3):
+        closed = log.read_text().count(CLOSED)
+        os.utime(version / "model.py")
+        os.utime(version)
+        control(served, "tensorrt_llm", "load")
+        served.wait_for(
+            lambda closed=closed: log.read_text().count(CLOSED) == closed + 1, "the older one is closed"
+        )
+        served.wait_for(lambda: served.post("ensemble", "generate", body)[0] == 200, "the newer one serves")
+        served.wait_for(
+            lambda: served.metric("nv_trt_llm_request_metrics", request_type="max") > 0, "it reports"
+        )
+    assert served.generate("ensemble", body)["text_output"] == expected
+    assert served.metric("trtforge_engine_healthy") == 1
+    served.server.check()
