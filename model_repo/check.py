@@ -50,7 +50,7 @@ def check(repository: Path, *, checksums: bool = False) -> list[Fault]:
     """All faults of a repository; none means that it can be served. checksums: read the engines whole."""
     if not repository.is_dir():
         return [Fault(repository, "repository", "no such directory; make one with `trtforge package`")]
-    folders = sorted(d for d in repository.iterdir() if d.is_dir() and not d.name.startswith("."))
+    folders = sorted(d for d in repository.iterdir() if d.is_dir())
     if not folders:
         return [Fault(repository, "repository", "no model in it; make one with `trtforge package`")]
     faults: list[Fault] = []
@@ -65,14 +65,17 @@ def check(repository: Path, *, checksums: bool = False) -> list[Fault]:
                 faults += tensor_faults(model)
                 faults += parameter_faults(model)
                 faults += engine_faults(model, checksums)
-    return [*faults, *family_faults(models)]
+    unparsed = {f.name for f in folders} - {m.folder.name for m in models}
+    return [*faults, *family_faults(models, unparsed)]
 
 
 def parse(folder: Path, faults: list[Fault]) -> Model | None:
     pb, text_format = protobuf()
     file = folder / CONFIG
     if not file.is_file():
-        faults.append(Fault(file, CONFIG, "missing"))
+        faults.append(
+            Fault(file, CONFIG, "missing; Triton takes every directory for a model, hidden ones too")
+        )
         return None
     try:
         text = file.read_text()
@@ -194,8 +197,8 @@ def engine_faults(model: Model, checksums: bool) -> Iterator[Fault]:
             yield model.fault(key, str(e), '"gpt_model_path"')
 
 
-def family_faults(models: list[Model]) -> Iterator[Fault]:
-    """What must agree between the models around one engine."""
+def family_faults(models: list[Model], unparsed: set[str]) -> Iterator[Fault]:
+    """What must agree between the models around one engine. unparsed: folders whose own fault is named already."""
     by_name = {m.folder.name: m for m in models}
     for model in models:
         if model.kind is None or model.kind is Kind.TOKENS:
@@ -205,7 +208,7 @@ def family_faults(models: list[Model]) -> Iterator[Fault]:
             if "engine_model" in model.config.parameters
             else ""
         )
-        if UNFILLED.search(given):
+        if UNFILLED.search(given) or given in unparsed:
             continue
         engine = by_name.get(given)
         if engine is None or engine.kind is not Kind.TOKENS:

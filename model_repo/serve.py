@@ -306,7 +306,7 @@ def cause(log: list[str]) -> str | None:
     """The line of Triton's log that tells why it failed: why a model was not loaded, else the last error."""
     errors = [line for line in log if is_error(line)]
     crashes = [line for line in log if re.fullmatch(r"Signal \(\d+\) received\.", line)]
-    of_models = [line for line in errors if "failed to load '" in line or "poll model" in line]
+    of_models = [line for line in errors if re.search("failed to load (model )?'|poll model", line)]
     raised = [line for line in errors if "Traceback (most recent call last)" in line]
     shared = [line for line in log if "error while loading shared libraries" in line]
     return next(

@@ -108,6 +108,12 @@ MUTATIONS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "ensemble/config.pbtxt",
         "max_batch_size",
     ),
+    "unfilled number of the engine model": (
+        lambda r: edit(r, "tensorrt_llm", "count: 1", "count: ${count}"),
+        "tensorrt_llm/config.pbtxt",
+        "count",
+    ),
+    "hidden directory": (lambda r: (r / ".git").mkdir(), ".git/config.pbtxt", "config.pbtxt"),
     "wrong dtype": (
         lambda r: edit(
             r,
