@@ -148,8 +148,9 @@ def measure(
         before = engine.metrics()
         start, arrivals = _run(engine, prompts, output_tokens)
         after = engine.metrics()
-        bytes_per_token = decode_bytes(engine.manifest, concurrency, prompt_tokens + output_tokens // 2)
     speeds = Speeds.of(start, list(arrivals.times.values()), prompt_tokens)
+    mean_context = prompt_tokens + speeds.output_tokens // 2  # max_seq_len may have cut what was asked
+    bytes_per_token = decode_bytes(engine.manifest, concurrency, mean_context)
     parts = {p: getattr(after, f"{p}_seconds") - getattr(before, f"{p}_seconds") for p in _PARTS}
     return Report(
         **asdict(speeds),

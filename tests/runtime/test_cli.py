@@ -244,6 +244,16 @@ def test_bench_reports_rates_latencies_and_the_share_of_the_bandwidth(null_engin
     assert "between tokens" in run("bench", engine, *options).stdout
 
 
+def test_bytes_are_of_the_tokens_that_came(null_engine: Make) -> None:
+    engine = null_engine(Limits(max_seq_len=64))
+    full, cut = (
+        json.loads(run("bench", engine, "--prompt-tokens", 32, "--output-tokens", n, "--json").stdout)
+        for n in (32, 100_000)
+    )
+    assert cut["output_tokens"] == 32
+    assert cut["bytes_per_token"] == full["bytes_per_token"]
+
+
 def test_a_server_is_measured_by_the_pieces_of_its_answers() -> None:
     sent = []
 
