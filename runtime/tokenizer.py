@@ -47,9 +47,12 @@ class Tokenizer:
         path = engine_dir / TOKENIZER
         config, template = engine_dir / TOKENIZER_CONFIG, engine_dir / CHAT_TEMPLATE
         try:
+            settings = json.loads(config.read_text("utf-8")) if config.is_file() else {}
+            if not isinstance(settings, dict):
+                raise EngineFormatError(f"{config}: not a JSON object; build the engine again")
             return cls(
                 path.read_text("utf-8"),
-                json.loads(config.read_text("utf-8")) if config.is_file() else {},
+                settings,
                 template.read_text("utf-8") if template.is_file() else None,
                 str(path),
             )

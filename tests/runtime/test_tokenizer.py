@@ -86,6 +86,10 @@ def test_other_threads_run_while_a_text_is_encoded() -> None:
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(EngineFormatError, match=r"tokenizer_config\.json: not a JSON object"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(EngineFormatError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
