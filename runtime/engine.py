@@ -270,6 +270,7 @@ class Engine:
         """One step of all requests together: the hot loop."""
         lap = self._recorder.lap()
         step = self._scheduler.plan()
+        self._recorder.planned(step)
         lap("plan")
         try:
             logits = self._executor.run(self._batcher.arrays(step))

@@ -64,11 +64,15 @@ class Recorder:
 
         return lap
 
-    def stepped(self, step: Step) -> None:
-        """A step has run and is about to be committed."""
-        m, now = self._metrics, time.monotonic_ns()
+    def planned(self, step: Step) -> None:
+        """A step is about to run."""
+        now = time.monotonic_ns()
         for row in step.rows:
             row.request.first_scheduled_ns = row.request.first_scheduled_ns or now
+
+    def stepped(self, step: Step) -> None:
+        """A step has run and is about to be committed."""
+        m = self._metrics
         slots = sum(pool.num_used for pool in self._scheduler.pools) * self._scheduler.tokens_per_block
         filled = sum(_filled_slots(r, self._scheduler.tokens_per_block) for r in self._scheduler.running)
         with self._lock:

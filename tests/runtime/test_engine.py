@@ -74,6 +74,11 @@ def test_a_stream_gives_what_the_result_is(start: Start) -> None:
     assert times == sorted(times)
 
 
+def test_a_request_is_scheduled_before_its_first_step_runs(start: Start) -> None:
+    timings = start(delay=0.02).submit(ask("a", max_tokens=1)).result().timings
+    assert timings["first_token_ns"] - timings["first_scheduled_ns"] >= 20_000_000
+
+
 def test_thirty_two_requests_from_many_threads_share_steps_and_keep_their_tokens(start: Start) -> None:
     engine = start(Limits(16, 64, 512), windows=(None, 24), delay=0.001, kv_cache_tokens=640)
     requests = [ask(str(i), "x" * (7 * i % 90), max_tokens=10 + 3 * i % 40, seed=i) for i in range(32)]
