@@ -4,6 +4,7 @@ The address is derived from the server's process, so that two servers never meet
 read-only too; an abstract socket leaves no file behind. Both ends check that the other one is the same user.
 """
 
+import concurrent.futures
 import itertools
 import logging
 import os
@@ -229,7 +230,7 @@ class SocketPort:
         try:
             self._send({"op": op, "id": id, "args": args})
             return future.result(CALL_SECONDS)
-        except TimeoutError as e:
+        except concurrent.futures.TimeoutError as e:  # not the built-in one before Python 3.11
             raise Unavailable(f"the engine model {self._engine_model!r} does not answer") from e
         finally:
             self._calls.pop(id, None)

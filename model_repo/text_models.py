@@ -5,6 +5,7 @@ that goes away is not seen.
 """
 
 import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +19,9 @@ from trtforge.model_repo.model import CODES, Front, log_to_triton
 from trtforge.model_repo.parameters import ModelOptions, of_model
 from trtforge.model_repo.tensors import INPUTS, Input, Kind
 from trtforge.model_repo.wire import code_word
-from trtforge.plugins.errors import ForgeError, InvalidArgument
+from trtforge.plugins.errors import EngineFailure, ForgeError, InvalidArgument
+
+log = logging.getLogger(__name__)
 
 
 class TextModel(Front):
@@ -61,12 +64,17 @@ class TokenizerModel:
                 raise InvalidArgument(f"{missing[0]} is missing")
             outputs = self.answer(rows(given, declared))
         except ForgeError as e:
-            code = getattr(self.pb.TritonError, CODES.get(code_word(e), "INTERNAL"))
-            return self.pb.InferenceResponse(
-                output_tensors=[], error=self.pb.TritonError(e.wire_message(), code)
-            )
+            return self._failure(e)
+        except Exception as e:  # ours: the other requests of the batch are answered all the same
+            log.exception("answering a request")
+            return self._failure(EngineFailure(f"{type(e).__name__}: {e}"))
         wanted = request.requested_output_names()
         return self.pb.InferenceResponse([self.pb.Tensor(n, a) for n, a in outputs.items() if n in wanted])
+
+    def _failure(self, error: ForgeError) -> Any:
+        code = getattr(self.pb.TritonError, CODES.get(code_word(error), "INTERNAL"))
+        message = self.pb.TritonError(" ".join(error.wire_message().split()), code)
+        return self.pb.InferenceResponse(output_tensors=[], error=message)
 
     def answer(self, rows: list[dict[str, Any]]) -> dict[str, NDArray[Any]]:
         raise NotImplementedError
@@ -93,16 +101,16 @@ class Preprocessing(TokenizerModel):
             "REQUEST_INPUT_LEN": column([len(i) for i in ids]),
             "DECODER_INPUT_ID": padded(decoder, facts.pad_id),
             "REQUEST_DECODER_INPUT_LEN": column([len(i) for i in decoder]),
-            "BAD_WORDS_IDS": word_lists([self._words(r.get("BAD_WORDS_DICT", [])) for r in rows]),
-            "STOP_WORDS_IDS": word_lists([self._words(r.get("STOP_WORDS_DICT", [])) for r in rows]),
+            "BAD_WORDS_IDS": word_lists([self._words("BAD_WORDS_DICT", r) for r in rows]),
+            "STOP_WORDS_IDS": word_lists([self._words("STOP_WORDS_DICT", r) for r in rows]),
             "EMBEDDING_BIAS": self._bias(rows, facts.vocab_size),
             "REQUEST_OUTPUT_LEN": column([r["REQUEST_OUTPUT_LEN"] for r in rows]),
             "OUT_END_ID": column([r.get("END_ID", facts.end_id) for r in rows]),
             "OUT_PAD_ID": column([r.get("PAD_ID", facts.pad_id) for r in rows]),
         }
 
-    def _words(self, words: list[str]) -> list[list[int]]:
-        encoded = (self.port.encode(w, False) for w in words if w)
+    def _words(self, name: str, row: dict[str, Any]) -> list[list[int]]:
+        encoded = [self.port.encode(w, False) for w in parse.words(row, name)]
         return [ids for ids in encoded if ids]
 
     def _bias(self, rows: list[dict[str, Any]], vocab_size: int) -> NDArray[Any]:

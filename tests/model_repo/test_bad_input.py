@@ -138,6 +138,23 @@ def test_statuses_of_infer(served: Served) -> None:
         assert raised.value.message().startswith(message)
 
 
+def test_the_tokenizers_models(served: Served) -> None:
+    words = {"QUERY": text("x"), "REQUEST_OUTPUT_LEN": np.array([[3]], np.int32)}
+    words["BAD_WORDS_DICT"] = np.array([["ab"] * 1025], dtype=object)
+    for tensors, message in (
+        (words, "[INVALID_ARG] BAD_WORDS_DICT has 1025 entries; there may be 1024"),
+        (
+            {"QUERY": text("x" * 100_000), "REQUEST_OUTPUT_LEN": words["REQUEST_OUTPUT_LEN"]},
+            "[INVALID_ARG] the text has",
+        ),
+        ({"QUERY": text("x")}, "[INVALID_ARG] REQUEST_OUTPUT_LEN is missing"),
+    ):
+        with pytest.raises(InferenceServerException) as raised:
+            infer(served, "preprocessing", **tensors)
+        assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"
+        assert raised.value.message().startswith(message)
+
+
 def test_a_full_queue_is_unavailable(served: Served) -> None:
     tensors = [
         tensor(grpcclient, "text_input", text("x")),

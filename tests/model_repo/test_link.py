@@ -2,13 +2,15 @@
 
 import queue
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
+from trtforge.model_repo import link
 from trtforge.model_repo.link import Server, SocketPort, address
 from trtforge.model_repo.parse import Ask
-from trtforge.model_repo.port import LocalPort
+from trtforge.model_repo.port import LocalPort, Unavailable
 from trtforge.model_repo.wire import (
     RemoteError,
     code_word,
@@ -124,6 +126,25 @@ def test_a_call_that_is_refused_keeps_its_code_word(tmp_path: Path) -> None:
                 port.encode("x" * 100_000, False)
             assert code_word(raised.value) == "INVALID_ARG"
         finally:
+            port.close()
+            server.close()
+
+
+def test_an_engine_that_does_not_answer_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "CALL_SECONDS", 0.05)
+    write_null_engine(tmp_path)
+    with Engine.open(tmp_path) as engine:
+        let_go = threading.Event()
+        monkeypatch.setattr(engine.tokenizer, "encode", lambda *_, **__: let_go.wait() and [])
+        server = Server(address("here"), lambda deliver, name: LocalPort(engine, deliver, name))
+        port = SocketPort("here", lambda _: None)
+        try:
+            with pytest.raises(Unavailable, match="does not answer"):
+                port.encode("hi", False)
+        finally:
+            let_go.set()
             port.close()
             server.close()
 
