@@ -10,16 +10,11 @@ from typing import Any
 
 from trtforge.builder import recipes
 from trtforge.builder.devices import Device
+from trtforge.builder.passes.quantize import Scheme, scheme_of
 from trtforge.builder.spec import BuildConfig, ModelSpec, QuantSpec
 from trtforge.builder.units import format_bytes
 from trtforge.plugins.kv_dtypes import KV_DTYPES
 from trtforge.runtime.manifest import KVLayout
-
-#: Group sizes that int4 weights may have, largest first; the first that divides a row is taken.
-INT4_GROUPS = (128, 64, 32)
-
-PLAIN = QuantSpec("plain")
-INT8_HEAD = QuantSpec("int8 head", weights="int8")
 
 
 @dataclass(frozen=True)
@@ -84,33 +79,31 @@ class Plan:
         return asdict(self)
 
 
-def matrix_bytes(outputs: int, inputs: int, quant: QuantSpec, float_bytes: int) -> int:
-    """Of one linear's weight under a recipe, scales and zero points included."""
-    if quant.weights == "none":
+def matrix_bytes(outputs: int, inputs: int, scheme: Scheme | None, float_bytes: int) -> int:
+    """Of one weight, scales and zero points included; scheme None: as it is."""
+    if scheme is None:
         return outputs * inputs * float_bytes
-    if quant.weights == "int8":
-        return outputs * (inputs + 4)
-    group = next((g for g in INT4_GROUPS if g <= quant.group_size and inputs % g == 0), inputs)
-    groups = outputs * (inputs // group)
-    zero_points = 0 if quant.symmetric else -(-groups // 2)
-    return outputs * inputs // 2 + groups * 4 + zero_points
+    groups = outputs * (inputs // scheme.group_size if scheme.group_size else 1)
+    zero_points = 0 if scheme.symmetric else -(-groups * scheme.bits // 8)
+    return outputs * inputs * scheme.bits // 8 + groups * 4 + zero_points
 
 
 def plan_recipe(spec: ModelSpec, quant: QuantSpec, device: Device) -> RecipePlan:
-    """Matrices are quantized, norms and biases are not; under int4 the head, which decides the token, int8.
-
-    A tied embedding is the head; an untied one is only looked up and stays as it is.
+    """Linears as the quantize pass stores them; norms, biases and an untied embedding, which is only looked up,
+    as they are. A tied embedding is the head.
     """
-    total = embedding = 0
-    head = "embedding" if spec.tied_embeddings else "lm_head"
+    total = looked_up = 0
     for weight, shape in spec.weight_shapes().items():
-        name = weight.removesuffix(".weight")
-        plain = len(shape) == 1 or (name == "embedding" and name != head) or name in quant.exclude
-        rule = PLAIN if plain else INT8_HEAD if name == head and quant.weights == "int4" else quant
-        size = matrix_bytes(shape[0], shape[1] if len(shape) > 1 else 1, rule, device.float_bytes)
+        if weight == "embedding.weight":
+            linear = "lm_head" if spec.tied_embeddings else None
+        else:
+            linear = weight.removesuffix(".weight") if len(shape) > 1 else None
+        plain = linear is None or quant.weights == "none" or linear in quant.exclude
+        scheme = None if plain else scheme_of(quant, weight, shape[1])
+        size = matrix_bytes(shape[0], shape[1] if len(shape) > 1 else 1, scheme, device.float_bytes)
         total += size
-        embedding += size if name == "embedding" != head else 0
-    return RecipePlan(quant.name, total, total - embedding)
+        looked_up += size if weight == "embedding.weight" and linear is None else 0
+    return RecipePlan(quant.name, total, total - looked_up)
 
 
 def plan_kv(spec: ModelSpec, dtype: str, tokens_per_block: int, device: Device) -> KVPlan:

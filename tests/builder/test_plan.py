@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import checkpoints
 import pytest
 
 from trtforge.builder import devices
+from trtforge.builder.build import build
 from trtforge.builder.checkpoint import open_checkpoint
 from trtforge.builder.cli import this_machine
 from trtforge.builder.plan import plan
@@ -58,6 +61,35 @@ def test_weights_per_recipe(spec: ModelSpec) -> None:
     assert sizes["int4_wo"] == linears // 2 + groups * 4 + groups // 2 + table + 4 * 288 + 4 * (
         table + vectors
     )
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "full_prec",
+        "int8_wo",
+        "int4_wo",
+        'weights = "int8"\ngroup_size = 32\nsymmetric = true',
+        'weights = "int8"\n',
+        'weights = "int4"\nexclude = ["lm_head", "layers.1.mlp.up"]',
+    ],
+)
+@pytest.mark.parametrize(
+    "sizes", [{"hidden_size": 80}, {"tie_word_embeddings": True, "vocab_size": 2000}], ids=str
+)
+def test_weights_are_as_many_bytes_as_an_engine_has(
+    recipe: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """No group of INT4 divides 80: such linears have eight bits."""
+    model = checkpoints.save("llama", tmp_path / "model", **sizes, head_dim=16)
+    if "=" in recipe:
+        (tmp_path / "mine.toml").write_text(recipe)
+        recipe = str(tmp_path / "mine.toml")
+    config = replace(CONFIG, recipe=recipe)
+    build(model, tmp_path / "engine", config)
+    written = (tmp_path / "engine" / "model.bin").stat().st_size
+    planned = plan(spec_of(model), config, CPU).weight_bytes
+    assert planned <= written < planned + 2000  # constants of the graph
 
 
 def test_blocks_and_users_follow_from_the_memory(spec: ModelSpec) -> None:
