@@ -4,9 +4,11 @@ Composition root: it may import any part, inside functions only, so that `trtfor
 This is the one place where a ForgeError becomes a line and an exit code.
 """
 
+import errno
 import importlib
 import json
 import logging
+import os
 import select
 import shlex
 import signal
@@ -65,6 +67,9 @@ class Root(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by whoever started us
+                setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  (for as long as we live)
         logging.basicConfig(format="%(levelname)s: %(message)s")
         try:
             result = super().invoke(ctx)
@@ -81,10 +86,8 @@ class Root(click.Group):
             sys.stdout = None  # nobody reads it, and Python shall not complain when it flushes it
             ctx.exit(128 + signal.SIGPIPE)
         except Exception as e:
-            if (
-                isinstance(e, OSError) and e.filename is not None
-            ):  # of a path that was given, or of what is in it
-                fail(ctx, f"error: {e.filename}: {e.strerror}", 1)
+            if isinstance(e, OSError) and (e.filename is not None or e.errno == errno.ENOSPC):
+                fail(ctx, f"error: {e.filename or 'output'}: {e.strerror}", 1)
             fail(ctx, f"internal error: {type(e).__name__}: {one_line(e)}; run again with --debug", 1)
         return result
 

@@ -50,6 +50,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
             1,
         ),
         (PermissionError(13, "Permission denied", "/a/b"), "error: /a/b: Permission denied", 1),
+        (OSError(28, "No space left on device"), "error: output: No space left on device", 1),
     ],
 )
 def test_an_error_is_one_line_on_stderr(
@@ -90,6 +91,21 @@ def test_a_reader_that_goes_away_is_no_error(tiny_checkpoint: Callable[[str], Pa
     )
     os.close(write_end)
     assert (run.stderr, run.returncode) == ("", 128 + signal.SIGPIPE)
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_stream_may_be_closed(closed: int, tiny_engine: Callable[..., Path]) -> None:
+    code = "import sys; from trtforge.builder.cli import main; main(sys.argv[1:])"
+    args = ["generate", str(tiny_engine("llama", max_seq_len=64)), "--prompt", "a", "--max-tokens", "2"]
+    run = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        preexec_fn=lambda: os.close(closed),
+        stdout=None if closed == 1 else subprocess.PIPE,
+        stderr=None if closed == 2 else subprocess.PIPE,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert closed == 2 or "error" not in run.stderr
 
 
 def test_usage_errors_exit_with_2() -> None:
