@@ -9,6 +9,7 @@ import queue
 import urllib.error
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from trtforge.model_repo import http_api
@@ -82,7 +83,7 @@ def _send_grpc(address: str, prompt: Prompt, model: str) -> Iterator[str]:
                 client.stop_stream(cancel_requests=True)
     except InferenceServerException as e:
         if e.status() == "StatusCode.UNAVAILABLE":
-            raise _unreachable(address, "connection refused or lost") from e
+            raise _unreachable(f"grpc://{address}", "connection refused or lost") from e
         raise ForgeError(e.message()) from e
 
 
@@ -141,6 +142,8 @@ def _send_http(url: str, prompt: Prompt, model: str) -> Iterator[str]:
         raise ForgeError(http_api.error_text(e)) from e
     except OSError as e:
         raise _unreachable(url, getattr(e, "reason", e)) from e
+    except (HTTPException, ValueError) as e:  # the gRPC and the metrics port answer, but not with JSON
+        raise ForgeError(f"{url}: not Triton's HTTP port; `trtforge serve` printed which that is") from e
 
 
 def _text(answer: Mapping[str, Any]) -> str:

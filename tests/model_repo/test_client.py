@@ -5,7 +5,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -116,6 +118,28 @@ def test_nobody_there() -> None:
         assert outcome.returncode == 1
         (line,) = outcome.stderr.splitlines()
         assert line.startswith("error: nothing answers at ") and "trtforge serve" in line
+
+
+def test_a_port_of_something_else() -> None:
+    """The metrics port answers every path with its page; so does many a web server."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"# HELP")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        with pytest.raises(ForgeError, match=f"^http://{address}: not Triton's HTTP port"):
+            list(send(f"http://{address}", Prompt("x")))
+        with pytest.raises(ForgeError, match=f"^nothing answers at grpc://{address}"):
+            list(send(address, Prompt("x")))
+        server.shutdown()
 
 
 def test_unknown_scheme() -> None:
