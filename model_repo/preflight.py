@@ -160,6 +160,15 @@ def examine(python: str) -> "list[Finding] | None":
         return None
 
 
+def _does_not_run(python: str) -> Finding:
+    probe = subprocess.run(
+        [shutil.which(python) or python, "-I", "-c", ""], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    said = probe.stderr.decode(errors="replace").strip().partition("\n")[0] or "no word of why"
+    mend = f"give the path of an interpreter itself, PYTHON=/path/to/{os.path.basename(python)}"
+    return Finding("interpreter", False, f"{python} does not run ({said})", mend)
+
+
 def choose_python(candidates: "tuple[str, ...]") -> "tuple[str | None, list[Finding]]":
     """The first candidate that has everything, or None and the faults of the one that comes nearest."""
     nearest = None  # type: list[Finding] | None
@@ -173,6 +182,8 @@ def choose_python(candidates: "tuple[str, ...]") -> "tuple[str | None, list[Find
             findings = findings[:1]  # what else a Python of the wrong version lacks does not matter
         if nearest is None or len(findings) > len(nearest):
             nearest = findings
+    if nearest is None and len(candidates) == 1 and shutil.which(candidates[0]):
+        nearest = [_does_not_run(candidates[0])]
     if nearest is None:
         mend = "apt-get install python3 python3-venv libpython3-dev"
         nearest = [Finding("interpreter", False, "no working " + ", ".join(candidates), mend)]

@@ -79,6 +79,20 @@ def test_no_such_interpreter() -> None:
     assert line.startswith("preflight: interpreter: no working no-such-python; apt-get install python3 ")
 
 
+def test_an_interpreter_that_does_not_run(tmp_path: Path) -> None:
+    """As pyenv's shim of a version that is not selected: on PATH, but it only says so and fails."""
+    shim = tmp_path / "python3.12"
+    shim.write_text("#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2; echo more >&2; exit 127\n")
+    shim.chmod(0o755)
+    outcome = run("--python", str(shim))
+    assert outcome.returncode == 1
+    (line,) = outcome.stderr.splitlines()
+    assert line == (
+        f"preflight: interpreter: {shim} does not run (pyenv: python3.12: command not found); "
+        "give the path of an interpreter itself, PYTHON=/path/to/python3.12"
+    )
+
+
 def test_too_little_disk() -> None:
     outcome = run("--python", sys.executable, "--disk-gb", "1e9")
     assert outcome.returncode == 1
