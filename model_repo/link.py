@@ -177,6 +177,7 @@ class SocketPort:
         self._connection: socket.socket | None = None
         self._connected = threading.Event()
         self._lost_at = time.monotonic()
+        self._gave_up_at = 0.0
         self._closing = threading.Event()
         self._facts: EngineFacts | None = None
         self._thread = threading.Thread(target=self._run, name="trtforge-link", daemon=True)
@@ -236,8 +237,14 @@ class SocketPort:
             self._calls.pop(id, None)
 
     def _await_engine(self) -> None:
-        patience = self._lost_at + PATIENCE_SECONDS - time.monotonic()
-        if not self._connected.wait(max(LEAST_PATIENCE_SECONDS, patience)):
+        """Requests come here one after the other, so that only one in a while may wait in vain."""
+        now = time.monotonic()
+        patience = self._lost_at + PATIENCE_SECONDS - now
+        if now - self._gave_up_at > LEAST_PATIENCE_SECONDS:
+            patience = max(patience, LEAST_PATIENCE_SECONDS)
+        if not self._connected.wait(max(0.0, patience)):
+            if patience > 0:
+                self._gave_up_at = time.monotonic()
             raise Unavailable(f"the engine model {self._engine_model!r} is not loaded; load it and try again")
 
     def _send(self, message: dict[str, Any]) -> None:

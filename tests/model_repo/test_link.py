@@ -149,6 +149,22 @@ def test_an_engine_that_does_not_answer_is_unavailable(
             server.close()
 
 
+def test_only_one_in_a_while_waits_for_an_engine_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred requests to an unloaded engine took ten seconds, one after the other."""
+    monkeypatch.setattr(link, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(link, "LEAST_PATIENCE_SECONDS", 1.0)
+    port = SocketPort("nowhere", lambda _: None)
+    waits: list[float] = []
+    monkeypatch.setattr(port._connected, "wait", lambda seconds: waits.append(seconds))
+    try:
+        for _ in range(4):
+            with pytest.raises(Unavailable, match="is not loaded"):
+                port.encode("hi", False)
+    finally:
+        port.close()
+    assert waits == [1.0, 0.0, 0.0, 0.0]
+
+
 def test_a_frame_that_is_cut_short_is_none() -> None:
     here, there = socket.socketpair()
     with here, there:
