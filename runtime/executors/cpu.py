@@ -1,5 +1,6 @@
 """The CPU executor: OpenVINO runs the engine's graph, our ops write K and V into the pools that this owns."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from trtforge.plugins import DOMAIN, DOMAIN_VERSION
 from trtforge.plugins import cpu as plugin
-from trtforge.plugins.errors import EngineFailure, EngineFormatError
+from trtforge.plugins.errors import EngineFailure, EngineFormatError, EnvironmentProblem, ForgeError
 from trtforge.plugins.kv_dtypes import KV_DTYPES
 from trtforge.runtime.executors.base import StepArrays
 from trtforge.runtime.manifest import KVLayout, Manifest
@@ -59,9 +60,7 @@ class CpuExecutor:
             model = core.read_model(engine_dir / "model.xml")  # the weights stay mapped from model.bin
             compiled = core.compile_model(model, "CPU", properties(threads))
         except RuntimeError as e:
-            raise EngineFormatError(
-                f"{engine_dir}: OpenVINO cannot load it ({_reason(e)}); build the engine again"
-            ) from e
+            raise load_error(engine_dir, e) from e
         check_graph(compiled, manifest, engine_dir)
         self._tensor = openvino.Tensor
         self._compiled: Any = compiled
@@ -115,7 +114,16 @@ def properties(threads: int) -> dict[str, Any]:
 def pools(kv: KVLayout, num_blocks: Sequence[int]) -> Iterator[tuple[str, NDArray[Any]]]:
     """(input name, zeroed page-aligned memory) of each pool."""
     for name, dtype, rest in pool_rows(kv):
-        yield name, _aligned(dtype, (num_blocks[int(name.rpartition(".")[2])], *rest))
+        shape = (num_blocks[int(name.rpartition(".")[2])], *rest)
+        try:
+            pool = _aligned(dtype, shape)
+        except MemoryError as e:  # past a limit of the address space; what is free was looked at before
+            size = math.prod(shape) * dtype.itemsize
+            raise EnvironmentProblem(
+                f"{name}: no memory for its {size} bytes; ask for a smaller KV pool, or raise the limit of this "
+                "process (ulimit -v)"
+            ) from e
+        yield name, pool
 
 
 def pool_rows(kv: KVLayout) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...]]]:
@@ -127,6 +135,15 @@ def pool_rows(kv: KVLayout) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...
         yield f"kv_pool.{g}", np.dtype(np.uint8), (*rows, group.head_size * dtype.bytes)
         if dtype.scales:
             yield f"kv_scales.{g}", np.dtype(np.float32), (*rows, dtype.scales)
+
+
+def load_error(engine_dir: Path, error: RuntimeError) -> ForgeError:
+    """What OpenVINO's refusal to load an engine means for people."""
+    reason = _reason(error)
+    what = f"{engine_dir}: OpenVINO cannot load it ({reason})"
+    if "alloc" in reason:  # it has no class of its own for this
+        return EnvironmentProblem(f"{what}; free memory, or raise the limit of this process")
+    return EngineFormatError(f"{what}; build the engine again")
 
 
 def check_graph(compiled: Any, manifest: Manifest, engine_dir: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from stepping import Logits, Stepper
 
-from trtforge.plugins.errors import EngineFailure, EngineFormatError
+from trtforge.plugins.errors import EngineFailure, EngineFormatError, EnvironmentProblem
 from trtforge.plugins.kv_dtypes import KV_DTYPES
 from trtforge.runtime import manifest as manifest_format
 from trtforge.runtime.executors import cpu, open_executor
@@ -262,6 +262,22 @@ def test_damaged_graph_is_refused_in_one_line(tiny_engine: Make, tmp_path: Path)
         with pytest.raises(EngineFormatError, match="build the engine again") as refused:
             open_executor(engine, manifest)
         assert "\n" not in str(refused.value)
+
+
+def test_memory_that_is_not_to_be_had_is_no_fault_of_the_engine(tiny_engine: Make) -> None:
+    executor = open_executor(tiny_engine("llama", kv_cache_dtype="fp32", tokens_per_block=8))
+    try:
+        with pytest.raises(EnvironmentProblem, match=r"^kv_pool\.0: no memory for its \d+ bytes; "):
+            executor.allocate([2**45])
+    finally:
+        executor.close()
+    said = RuntimeError("Exception from src/core.cpp:99:\nFailed to allocate 3538944 bytes of memory\n")
+    error = cpu.load_error(Path("engine"), said)
+    assert isinstance(error, EnvironmentProblem)
+    assert str(error).startswith(
+        "engine: OpenVINO cannot load it (Failed to allocate 3538944 bytes of memory)"
+    )
+    assert "build the engine again" not in str(error)
 
 
 def test_a_manifest_of_other_sizes_than_the_graph_is_refused(tiny_engine: Make) -> None:
