@@ -167,13 +167,18 @@ def measure_server(
 ) -> Speeds:
     """The same of a server, as its clients see it. send: (text, max_tokens) -> the pieces of an answer that does
     not end before; each is a token. Prompts are that many short words, which are about as many tokens.
+    Raises InvalidArgument if answers do not come piece by piece.
     """
     texts = [f"{i} " + "the " * (prompt_tokens - 1) for i in range(concurrency)]
 
     def times(text: str) -> list[float]:
         return [time.perf_counter() for _ in send(text, output_tokens)]
 
-    list(send(texts[0], _WARM_UP_TOKENS))
+    if len(list(send(texts[0], _WARM_UP_TOKENS))) < 2:
+        raise InvalidArgument(
+            "the server answers in one piece, so that single tokens have no times; "
+            "measure the engine, or package it with --decoupled-mode true"
+        )
     with ThreadPoolExecutor(concurrency) as clients:
         start = time.perf_counter()
         return Speeds.of(start, list(clients.map(times, texts)), prompt_tokens)

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from trtforge.builder.cli import main
+from trtforge.plugins.errors import InvalidArgument
 from trtforge.runtime.bench import measure_server, steady_rate
 from trtforge.runtime.manifest import Limits
 
@@ -268,10 +269,15 @@ def test_a_server_is_measured_by_the_pieces_of_its_answers() -> None:
     assert "between tokens" in speeds.table()
 
 
+def test_a_server_that_does_not_stream_is_not_measured() -> None:
+    with pytest.raises(InvalidArgument, match="in one piece.*--decoupled-mode true"):
+        measure_server(lambda text, max_tokens: iter(["x" * max_tokens]), 3, 10, 7)
+
+
 def test_bench_wants_an_engine_or_a_server(null_engine: Make) -> None:
     assert run("bench").exit_code == run("bench", null_engine(), "--url", "x").exit_code == 2
     refused = run("bench", "--url", "grpc://127.0.0.1:9")
-    assert (refused.exit_code, "nothing answers at 127.0.0.1:9" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "nothing answers at grpc://127.0.0.1:9" in refused.stderr) == (1, True)
 
 
 def test_the_decode_rate_is_of_the_time_in_which_all_decode() -> None:
