@@ -270,7 +270,7 @@ def test_a_server_is_measured_by_the_pieces_of_its_answers() -> None:
 
 
 def test_a_server_that_does_not_stream_is_not_measured() -> None:
-    with pytest.raises(InvalidArgument, match="in one piece.*--decoupled-mode true"):
+    with pytest.raises(InvalidArgument, match=r"in one piece.*--decoupled-mode true"):
         measure_server(lambda text, max_tokens: iter(["x" * max_tokens]), 3, 10, 7)
 
 
