@@ -120,7 +120,9 @@ class Tokenizer:
         from trtforge.runtime.chat_template import ChatTemplate
 
         if self._template is None:
-            raise InvalidArgument("the model has no chat template; send a prompt in place of messages")
+            raise InvalidArgument(
+                "the model has no chat template; give its prompt as plain text, without --chat or messages"
+            )
         return ChatTemplate(self._template, self.special_tokens, self._where)
 
     @property

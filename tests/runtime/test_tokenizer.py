@@ -174,7 +174,9 @@ def test_messages_that_are_no_turns_are_refused_by_place(messages: Any, where: s
 
 
 def test_no_template_is_said() -> None:
-    with pytest.raises(InvalidArgument, match="no chat template"):
+    with pytest.raises(
+        InvalidArgument, match="no chat template; give its prompt as plain text, without --chat or messages"
+    ):
         make().encode_messages(TURNS)
     assert not make().has_chat_template
 
