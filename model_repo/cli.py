@@ -120,7 +120,7 @@ def serve(
 @click.option("--chat", is_flag=True, help="The prompt is a user's turn: apply the model's chat template.")
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Print the text as it arrives.")
 @click.option("--max-tokens", type=int, default=128, show_default=True)
-@click.option("--temperature", type=float, help="Greedy if no sampling option is given.")
+@click.option("--temperature", type=float, help="Greedy if neither this, top-k nor top-p is given.")
 @click.option("--top-k", type=int)
 @click.option("--top-p", type=float)
 @click.option("--seed", type=int)
@@ -141,6 +141,8 @@ def client(
     """Send a prompt to a running server."""
     from trtforge.model_repo.client import Prompt, send
 
+    if temperature is not None and top_k is None and top_p is None:
+        top_p = 1.0  # the tensors' old meaning: greedy at any temperature without a top_k or top_p
     sampling = {
         "temperature": temperature,
         "top_k": top_k,

@@ -63,7 +63,7 @@ class Output:
 
 #: What both levels know under the same name.
 SAMPLING = (
-    Input("temperature", "FP32", (1,), "1; 0 and up to 1e-5 are greedy"),
+    Input("temperature", "FP32", (1,), "1; greedy up to 1e-5, and without any of top_k, top_p, min_p"),
     Input("repetition_penalty", "FP32", (1,), "1, off"),
     Input("presence_penalty", "FP32", (1,), "0, off"),
     Input("frequency_penalty", "FP32", (1,), "0, off"),

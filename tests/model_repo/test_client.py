@@ -104,6 +104,15 @@ def test_command(server: TritonServer) -> None:
         outcome = subprocess.run([*arguments, *more], input=given, capture_output=True, encoding="utf-8")
         assert (outcome.returncode, outcome.stderr) == (0, "")
         assert outcome.stdout == expected + "\n"
+    sampled = [
+        subprocess.run(
+            [*arguments, "--prompt=Hello", "--temperature=2", f"--seed={seed}"],
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in (1, 1, 2)
+    ]
+    assert sampled[0] == sampled[1] != sampled[2], "for the server a temperature alone would be greedy"
     outcome = subprocess.run([*arguments, "--prompt=x", "--top-p=7"], capture_output=True, encoding="utf-8")
     assert outcome.returncode == 1
     (line,) = outcome.stderr.splitlines()
