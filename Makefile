@@ -6,7 +6,8 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .PHONY: demo test engines serve request bench lint typecheck clean
 export PYTHONSAFEPATH := 1  # `builder` and the others must not be importable by their bare names
-export PROMPT
+override PROMPT := $(value PROMPT)
+export PROMPT  # to the shell as it is, dollar signs and quotes too
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -28,6 +29,7 @@ serve: .venv/serve.stamp
 	@$(BIN)/trtforge serve $(OUT)/repository
 
 request: .venv/serve.stamp
+	$(if $(value PROMPT),,$(error PROMPT='...' is missing))
 	@$(BIN)/trtforge client --chat --prompt "$$PROMPT"
 
 bench: .venv/serve.stamp

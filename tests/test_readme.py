@@ -170,6 +170,30 @@ def test_make_test_runs_the_tests() -> None:
     assert run.stdout.split() == [".venv/bin/pytest"]
 
 
+def test_make_request_wants_a_prompt() -> None:
+    command = [
+        "make",
+        *(f"-o.venv/{stamp}" for stamp in STAMPS),
+        "--dry-run",
+        "--no-print-directory",
+        "request",
+    ]
+    run = subprocess.run(command, cwd=tree.ROOT, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stderr.endswith("PROMPT='...' is missing.  Stop.\n")
+    prompt = 'It\'s $5, $(or) "$$6"'
+    command = [
+        "make",
+        "--no-print-directory",
+        "--eval",
+        'echo: ; @echo "$$PROMPT"',
+        "echo",
+        f"PROMPT={prompt}",
+    ]
+    run = subprocess.run(command, cwd=tree.ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == prompt + "\n", "make expands nothing in it"
+
+
 def test_the_map_shows_every_folder() -> None:
     [text] = (block.text for block in BLOCKS if block.language == "text")
     shown, top = set(), ""
