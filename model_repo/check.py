@@ -163,12 +163,14 @@ def tensor_faults(model: Model) -> Iterator[Fault]:
                 yield model.fault(f"{key}.data_type", f"{given}, must be TYPE_{wanted.dtype}", needle)
             if tuple(tensor.dims) != wanted.dims:
                 yield model.fault(f"{key}.dims", f"{list(tensor.dims)}, must be {list(wanted.dims)}", needle)
-        for name in by_name.keys() - {t.name for t in present}:
-            yield model.fault(f"{field}.{name}", "missing: clients that use it would be refused", f"{field} ")
+        there = {t.name for t in present}
+        if lacking := [name for name in by_name if name not in there]:
+            message = f"lacks {', '.join(lacking)}: clients that use them would be refused; package the engine again"
+            yield model.fault(field, message, field)
 
 
 def parameter_faults(model: Model) -> Iterator[Fault]:
-    given = {k: p.string_value for k, p in model.config.parameters.items()}
+    given = {k: p.string_value for k, p in sorted(model.config.parameters.items())}  # a map: in no order
     for key, message in parameters.faults(given):
         yield model.fault(f"parameters.{key}", message, f'"{key}"')
 

@@ -277,13 +277,19 @@ class TritonServer:
         return cause(list(self.log)) or "the log says nothing"
 
 
+TOLD = 3  # faults of a repository, in the one line that refuses it
+
+
 def require_sound(repository: Path) -> None:
-    """Raises RepositoryError with all that `trtforge check` finds."""
+    """Raises RepositoryError with the first of what `trtforge check` finds."""
     from trtforge.model_repo.check import check
 
     faults = check(repository)
     if faults:
-        raise RepositoryError("; ".join(str(fault) for fault in faults))
+        told = [str(fault) for fault in faults[:TOLD]]
+        if len(faults) > TOLD:
+            told.append(f"and {len(faults) - TOLD} more: trtforge check {repository}")
+        raise RepositoryError("; ".join(told))
 
 
 # Triton's lines on a machine without a GPU that mean nothing.

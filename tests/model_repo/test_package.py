@@ -9,6 +9,7 @@ import pytest
 
 from trtforge.model_repo.check import check
 from trtforge.model_repo.package import package
+from trtforge.model_repo.serve import require_sound
 from trtforge.plugins.errors import EngineFormatError, InvalidArgument, RepositoryError
 from trtforge.runtime.executors.null import write_null_engine
 
@@ -196,7 +197,7 @@ MUTATIONS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "an input is gone": (
         lambda r: edit(r, "ensemble", r'input \{\n  name: "seed"(.*\n)*?\}\n', ""),
         "ensemble/config.pbtxt",
-        "input.seed",
+        "input",
     ),
     "binary": (
         lambda r: (r / "ensemble/config.pbtxt").write_bytes(b"\xff\xfe"),
@@ -223,6 +224,28 @@ def test_check_says_the_line(repository: Path) -> None:
     assert str(fault).startswith(
         f"{repository}/tensorrt_llm/config.pbtxt:{fault.line}: instance_group.count: 2"
     )
+
+
+def test_a_config_of_the_old_repository_takes_few_lines(repository: Path) -> None:
+    """It declares a part of the tensors, in another order; all that lack are one fault."""
+    config = repository / "tensorrt_llm" / "config.pbtxt"
+    text = re.sub(r"^(in|out)put \{\n.*?^\}\n", "", config.read_text(), flags=re.M | re.S)
+    config.write_text(text + 'input { name: "input_ids" data_type: TYPE_INT32 dims: -1 }\n')
+    inputs, outputs = (str(fault) for fault in check(repository))
+    assert "input: lacks input_lengths, request_output_len, streaming, stop, " in inputs
+    assert inputs.endswith(": clients that use them would be refused; package the engine again")
+    assert "output: lacks output_ids, sequence_length, " in outputs
+
+
+def test_serve_tells_the_first_faults_and_counts_the_rest(repository: Path) -> None:
+    config = repository / "tensorrt_llm" / "config.pbtxt"
+    more = "".join(f'parameters {{ key: "x{i}" value {{ string_value: "1" }} }}\n' for i in range(9))
+    config.write_text(config.read_text() + more)
+    with pytest.raises(
+        RepositoryError, match=r"parameters\.x2: [^;]*; and 6 more: trtforge check "
+    ) as refused:
+        require_sound(repository)
+    assert "x3" not in str(refused.value)
 
 
 def test_only_checksums_see_a_changed_byte(repository: Path) -> None:
