@@ -18,6 +18,7 @@ def test_honoured() -> None:
             "max_queue_size": "7",
             "default_deadline_ms": "500",
             "cuda_graph_mode": "true",
+            "executor_worker_path": "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
             "lora_cache_max_adapter_size": "",
             "max_beam_width": "1",
         }
