@@ -78,7 +78,9 @@ PARAMETERS = (
     ignore("FORCE_CPU_ONLY_INPUT_TENSORS", "inputs always lie in host memory"),
     ignore("tokenizer_dir", "the engine brings its own tokenizer"),
     ignore("triton_backend", "there is one"),
-    ignore("executor_worker_path", "the engine runs in the model's own process; the old template always set it"),
+    ignore(
+        "executor_worker_path", "the engine runs in the model's own process; the old template always set it"
+    ),
     ignore("triton_max_batch_size", "the config's own `max_batch_size` counts"),
     ignore("cancellation_check_period_ms", "checked every few steps"),
     ignore("stats_check_period_ms", "updated several times a second"),
