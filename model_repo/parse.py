@@ -198,6 +198,7 @@ def refuse_unsupported(kind: Kind, options: Mapping[str, Any]) -> None:
 
 def read_row(kind: Kind, options: dict[str, Any], batch_index: int | None) -> tuple[Ask, Wants]:
     prompt = read_token_prompt(options) if kind is Kind.TOKENS else read_text_prompt(options)
+    check_retention(options)
     stream = bool(options.get("stream"))
     deadline_ms = options.get("deadline_ms")
     if deadline_ms is not None and deadline_ms <= 0:
@@ -275,6 +276,19 @@ def read_token_prompt(options: Mapping[str, Any]) -> dict[str, Any]:
     if not 0 < length <= len(ids):
         raise InvalidArgument(f"input_lengths must be from 1 to the {len(ids)} of input_ids, got {length}")
     return {"token_ids": ids[:length]}
+
+
+def check_retention(options: Mapping[str, Any]) -> None:
+    """The ranges of a prompt's KV blocks: one start, end and priority each, and one duration if any has one."""
+    first, *others = (f"retention_token_range_{part}" for part in ("starts", "ends", "priorities"))
+    if "retention_token_range_durations_ms" in options:
+        others.append("retention_token_range_durations_ms")
+    length = len(options.get(first, ()))
+    for name in others:
+        if len(options.get(name, ())) != length:
+            raise InvalidArgument(
+                f"{name} has {len(options.get(name, ()))} entries, {first} {length}; give one for each range"
+            )
 
 
 def read_sampling(kind: Kind, options: Mapping[str, Any]) -> SamplingParams:

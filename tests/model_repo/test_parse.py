@@ -92,6 +92,37 @@ def test_token_level_names() -> None:
     assert ask.stop_sequences == ()
 
 
+def test_top_p_decay_has_no_effect_whatever_it_says() -> None:
+    ask, _ = one(
+        Kind.TOKENS,
+        runtime_top_p=scalar(0.9),
+        runtime_top_p_min=scalar(0.5),
+        runtime_top_p_decay=scalar(0.7),
+        runtime_top_p_reset_ids=scalar(3, np.int32),
+    )
+    assert ask.request.params.top_p == pytest.approx(0.9)
+
+
+RANGES = {
+    "retention_token_range_starts": np.array([[0, 8]], np.int32),
+    "retention_token_range_ends": np.array([[8, -1]], np.int32),
+    "retention_token_range_priorities": np.array([[90, 10]], np.int32),
+    "retention_token_range_durations_ms": np.array([[500, -1]], np.int32),
+}
+
+
+def test_retention_ranges_are_of_one_length() -> None:
+    """Nothing is done with them yet, but a list cut short is a client's mistake, which no server took."""
+    one(Kind.TOKENS, **RANGES)
+    one(Kind.TOKENS, **{**RANGES, "retention_token_range_durations_ms": None})  # no range expires
+    one(Kind.TOKENS, **{name: np.zeros((1, 0), np.int32) for name in RANGES})
+    for name, given in RANGES.items():
+        with pytest.raises(InvalidArgument, match=r"has . entries, retention_token_range_starts .; give one"):
+            one(Kind.TOKENS, **{**RANGES, name: given[:, :1]})
+    with pytest.raises(InvalidArgument, match="retention_token_range_ends has 0 entries"):
+        one(Kind.TOKENS, **{**RANGES, "retention_token_range_ends": None})
+
+
 def test_scalars_without_the_second_dimension() -> None:
     """A config with `reshape: { shape: [ ] }` gives [B]."""
     ask, _ = one(Kind.TOKENS, request_output_len=np.array([4], np.int32))
