@@ -232,6 +232,7 @@ class TritonServer:
             with (
                 contextlib.suppress(OSError),
                 http_api.open_url(f"{self.http_url}/v2/health/ready", timeout=5),
+                http_api.open_url(self.metrics_url, timeout=5),  # Triton opens this port last
             ):
                 return
             if time.monotonic() > deadline:

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -319,6 +320,39 @@ def test_a_model_that_is_ready_but_does_not_answer(unchecked: None, tmp_path: Pa
     repository = toy_repository(tmp_path / "repository", execute=execute + "; continue")
     with pytest.raises(EngineFailure, match="model toy is loaded but answers: no, thanks"):
         TritonServer(repository).start()
+
+
+def test_it_is_not_up_before_its_metrics_are(tmp_path: Path) -> None:
+    """Triton opens that port last, and `check` reads it."""
+
+    class Fine(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = TritonServer(tmp_path)
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Fine) as http,
+        ThreadingHTTPServer(("127.0.0.1", 0), Fine, bind_and_activate=False) as metrics,
+        subprocess.Popen(["sleep", "60"]) as process,
+    ):
+        metrics.server_bind()  # nobody listens yet: connections are refused
+        server.ports = {"http": http.server_port, "grpc": 0, "metrics": metrics.server_port}
+        server._process = process
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        opening = threading.Timer(0.3, lambda: (metrics.server_activate(), metrics.serve_forever()))
+        opening.start()
+        try:
+            server._await_ready(time.monotonic() + 20)
+            with http_api.open_url(server.metrics_url, timeout=5) as response:
+                assert response.status == 200
+        finally:
+            process.kill()
+            http.shutdown()
+            metrics.shutdown()
 
 
 @pytest.mark.slow
