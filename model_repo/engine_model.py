@@ -28,6 +28,7 @@ class EngineModel(Front):
         kv = manifest.load(engine_dir).kv
         self.engine = Engine.open(engine_dir, options.engine_config(kv.bytes_per_token)).start()
         self._reporter = Reporter(self.pb, self.name, args["model_version"])
+        self._clients: dict[str, str] = {}
         self._server = Server(address(self.name), self._new_port)
         self._report_stop = threading.Event()
         self._report_thread = threading.Thread(target=self._report, name="trtforge-metrics", daemon=True)
@@ -51,7 +52,7 @@ class EngineModel(Front):
         log.info("engine %s is closed", self.engine.manifest.model["name"])
 
     def _new_port(self, deliver: Deliver, name: str) -> LocalPort:
-        return LocalPort(self.engine, deliver, name, self._reporter.ended)
+        return LocalPort(self.engine, deliver, name, self._reporter.ended, self._clients)
 
     def _report(self) -> None:
         last = True

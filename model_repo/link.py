@@ -144,7 +144,7 @@ class Server:
 
 def handle(port: LocalPort, message: dict[str, Any], writer: Writer) -> None:
     """One message of a text model."""
-    op, id = message["op"], message["id"]
+    op, id = message["op"], message["id"]  # the client's id for `stop`, else the request's or the call's
     if op == "submit":
         port.submit(id, unpack_ask(message["ask"]))
     elif op == "cancel":
@@ -197,8 +197,8 @@ class SocketPort:
     def cancel(self, id: str) -> None:
         self._tell("cancel", id)
 
-    def stop(self, id: str) -> None:
-        self._tell("stop", id)
+    def stop(self, client_id: str) -> None:
+        self._tell("stop", client_id)
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         ids: list[int] = self._call("encode", text, special_tokens)

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from trtforge.model_repo import parse
@@ -138,19 +139,17 @@ class Front:
         self._jobs[job.number] = job
         self._busy.set()
         for id, ask in asks.items():
-            self.port.submit(id, ask)
+            self.port.submit(id, replace(ask, client_id=job.client_id))
         if job.done:  # one row was refused before the last one was submitted
             for id in asks:
                 self.port.cancel(id)
 
     def _stop(self, job: Job) -> None:
-        """A stop request ends the running request of the same id, and is answered by an empty final response."""
+        """A stop request ends the running requests of the same id, also those to the engine's text models, and is
+        answered by an empty final response."""
         if not job.client_id:
             raise InvalidArgument("stop needs the request id of the request to stop")
-        for other in list(self._jobs.values()):
-            if other.client_id == job.client_id:
-                for id in list(other.answers):
-                    self.port.stop(id)
+        self.port.stop(job.client_id)
         self._send(job, {}, final=True)
 
     # --- responses go out

@@ -41,6 +41,7 @@ MAX_MESSAGE_DEPTH = 64
 class Ask:
     """One sequence asked of the engine. What needs the tokenizer or the vocabulary is left to the engine's side.
 
+    client_id: Triton's request id, which the client chose; "" is none, and several requests may have the same.
     end_id: the client's, or None. bad_words, bias_words: texts. stop_sequences: token ids, each sequence ends the
     answer. bias: a dense embedding bias, FP32 [n] as a list; empty is none.
     """
@@ -52,6 +53,7 @@ class Ask:
     bias_words: tuple[tuple[str, float], ...] = ()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     bias: tuple[float, ...] = ()
+    client_id: str = ""
 
 
 @dataclass(frozen=True)

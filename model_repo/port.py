@@ -42,15 +42,15 @@ class EngineFacts:
 
 
 class Port(Protocol):
-    """Ids are the caller's, unique within the port."""
+    """Ids are the caller's, unique within the port; a client's id is any."""
 
     def submit(self, id: str, ask: Ask) -> None: ...
 
     def cancel(self, id: str) -> None:
         """The client is gone."""
 
-    def stop(self, id: str) -> None:
-        """The client wants what there is."""
+    def stop(self, client_id: str) -> None:
+        """The client wants what there is of its requests to this engine, through whichever port they came."""
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         """Raises ForgeError if the engine cannot be reached."""
@@ -66,7 +66,8 @@ class LocalPort:
     """A port in the engine's process. `name` makes its ids unique among the engine's ports.
 
     A request that does not stream is gathered here, so that it costs one delivery and not one for each step.
-    on_end gets every last output that the engine gives.
+    on_end gets every last output that the engine gives. clients: the engine's request id -> the client's, of what is
+    in flight; one for all ports of an engine.
     """
 
     def __init__(
@@ -75,31 +76,34 @@ class LocalPort:
         deliver: Deliver,
         name: str,
         on_end: Callable[[RequestOutput], None] = lambda _: None,
+        clients: dict[str, str] | None = None,
     ) -> None:
         self._engine = engine
         self._deliver = deliver
         self._on_end = on_end
+        self._clients = {} if clients is None else clients
         self._prefix = name + "/"
         self._running: dict[str, list[RequestOutput] | None] = {}  # None: streams
 
     def submit(self, id: str, ask: Ask) -> None:
         self._running[id] = None if ask.stream else []
+        self._clients[self._prefix + id] = ask.client_id
         try:
             request = replace(resolve(self._engine, ask), id=self._prefix + id)
             self._engine.submit(request, sink=self._sink)
         except ForgeError as e:
-            self._running.pop(id, None)
-            self._deliver([failed(id, e)])
+            self._refuse(id, e)
         except Exception as e:  # ours, not the client's: it must get an answer all the same
             log.exception("submitting %s", id)
-            self._running.pop(id, None)
-            self._deliver([failed(id, EngineFailure(f"{type(e).__name__}: {e}"))])
+            self._refuse(id, EngineFailure(f"{type(e).__name__}: {e}"))
 
     def cancel(self, id: str) -> None:
         self._engine.cancel(self._prefix + id)
 
-    def stop(self, id: str) -> None:
-        self._engine.stop(self._prefix + id)
+    def stop(self, client_id: str) -> None:
+        for id, owner in list(self._clients.items()):
+            if owner == client_id:
+                self._engine.stop(id)
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         engine = self._engine
@@ -125,11 +129,17 @@ class LocalPort:
         for id in list(self._running):
             self.cancel(id)
 
+    def _refuse(self, id: str, error: ForgeError) -> None:
+        self._running.pop(id, None)
+        self._clients.pop(self._prefix + id, None)
+        self._deliver([failed(id, error)])
+
     def _sink(self, outputs: Sequence[RequestOutput]) -> None:
         """On the engine's thread, once a step."""
         ready = []
         for output in outputs:
             if output.finished:
+                self._clients.pop(output.id, None)
                 self._on_end(output)
             id = output.id.removeprefix(self._prefix)
             gathered = self._running.pop(id, None) if output.finished else self._running.get(id)

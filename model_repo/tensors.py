@@ -146,7 +146,8 @@ TOKEN_INPUTS = (
         "stop",
         "BOOL",
         (1,),
-        "true ends the running request with the same request id, which answers what it has",
+        "true ends the running requests with the same request id, those to the text models too; "
+        "they answer what they have",
     ),
     Input(
         "stop_words_list",

@@ -106,4 +106,5 @@ def unpack_ask(packed: dict[str, Any]) -> Ask:
         bias_words=tuple((w, b) for w, b in packed["bias_words"]),
         stop_sequences=tuple(tuple(s) for s in packed["stop_sequences"]),
         bias=tuple(packed["bias"]),
+        client_id=packed["client_id"],
     )

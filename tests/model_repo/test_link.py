@@ -51,6 +51,7 @@ ASKS = [
         bad_words=("a",),
         bias_words=(("b", 1.0),),
         stop_sequences=((1, 2),),
+        client_id="ä",
     ),
 ]
 
