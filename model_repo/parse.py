@@ -256,7 +256,7 @@ def read_messages(raw: str) -> list[dict[str, Any]]:
     if not isinstance(turns, list) or not turns or not all(isinstance(t, dict) for t in turns):
         raise InvalidArgument("messages must be a JSON list of at least one {role, content}")
     for i, turn in enumerate(turns):
-        if not isinstance(turn.get("role"), str) or "content" not in turn:
+        if not isinstance(turn.get("role"), str) or not ("content" in turn or turn.get("tool_calls")):
             raise InvalidArgument(f"messages[{i}] must have a role and a content")
     return turns
 

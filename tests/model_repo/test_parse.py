@@ -183,6 +183,8 @@ def test_messages() -> None:
     turns = [{"role": "user", "content": "hé"}]
     ask, _ = one(text_input=None, messages=texts(json.dumps(turns).encode()))
     assert ask.request.messages == turns
+    called = [*turns, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
+    assert one(text_input=None, messages=texts(json.dumps(called).encode()))[0].request.messages == called
     for bad in (b"{}", b"[]", b"no", b'[{"content": "x"}]'):
         with pytest.raises(InvalidArgument, match="messages"):
             one(text_input=None, messages=texts(bad))

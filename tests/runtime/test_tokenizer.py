@@ -26,6 +26,16 @@ def make(kind: str = "byte-level", template: str | None = None, **config: Any) -
     return Tokenizer(tokenizer_files.KINDS[kind]().to_str(), {**CONFIG, **config}, template)
 
 
+PART = {"type": "text", "text": "a part"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "time", "arguments": {"zone": "CET"}}}
+TOOL_TURNS = [
+    {"role": "user", "content": "What time is it?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "12:00", "tool_call_id": "c1", "name": None},
+    {"role": "assistant", "tool_calls": [CALL], "reasoning": "hm"},
+]
+
+
 def bos(tokenizer: Tokenizer) -> int:
     return tokenizer.encode("")[0]
 
@@ -129,6 +139,61 @@ def test_templates_render_as_in_transformers(name: str) -> None:
     assert tokenizer.encode_messages(TURNS) == ids
 
 
+TOOL_TEMPLATES = {
+    "missing": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.name }}{% endfor %}",
+    "is none": "{% for m in messages %}{% if m.content is none %}NONE{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "defined": "{% for m in messages %}{{ 'content' in m }}{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}",
+    "whole": "{{ messages | tojson }}",
+}
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_tool_turns_render_as_in_transformers(name: str) -> None:
+    template = TOOL_TEMPLATES[name]
+    assert make(template=template).chat_template.render(TOOL_TURNS) == by_transformers(template, TOOL_TURNS)
+
+
+LISTS = {
+    "iterated": "{% for m in messages %}{% for part in m['content'] %}{{ part['type'] }}={{ part.text | trim }};"
+    "{% endfor %}{% endfor %}",
+    "through a variable": "{% for m in messages %}{% set content = m.content %}{% for p in content %}<{{ p.text }}>"
+    "{% endfor %}{% endfor %}",
+    "in a macro": "{% macro show(c) %}{% if c is string %}{{ c }}{% else %}{% for p in c %}"
+    "{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for m in messages %}{{ show(m.content) }}{% endfor %}",
+    "by index": "{% for m in messages %}{{ m.content[0].text }}{{ m.content | length }}{% endfor %}",
+    "filtered": "{{ messages[0].content | map(attribute='text') | join('|') }}",
+}
+PARTS = [{"role": "user", "content": [PART, {"type": "text", "text": " and\nanother "}]}]
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_text_parts_render_as_in_transformers(name: str) -> None:
+    rendered = make(template=LISTS[name]).chat_template.render(PARTS)
+    assert rendered == by_transformers(LISTS[name], PARTS)
+    assert "part" in rendered
+
+
+@pytest.mark.parametrize("name", ["chatml", "bos and trim", "blocks on lines"])
+def test_a_template_of_texts_gets_the_parts_as_one_text(name: str) -> None:
+    """Python's own notation of the list, or nothing at all, is what transformers makes of it."""
+    joined = [{"role": "user", "content": "a part and\nanother "}]
+    rendered = make(template=TEMPLATES[name]).chat_template.render(PARTS)
+    assert rendered == by_transformers(TEMPLATES[name], joined)
+
+
+def by_transformers(template: str, turns: list[dict[str, Any]]) -> str:
+    reference = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_files.byte_level(), bos_token="<s>", eos_token="</s>"
+    )
+    return str(
+        reference.apply_chat_template(
+            turns, chat_template=template, add_generation_prompt=True, tokenize=False
+        )
+    )
+
+
 def test_a_template_that_brings_its_bos_gets_no_other() -> None:
     tokenizer = make(template=TEMPLATES["bos and trim"])
     assert tokenizer.encode_messages(TURNS).count(bos(tokenizer)) == 1
@@ -165,6 +230,14 @@ def test_a_template_is_held_in_its_sandbox(template: str) -> None:
         ([{"role": "user"}], r"messages\[0\]\.content"),
         ([TURNS[0], {"role": 3, "content": "x"}], r"messages\[1\]\.role"),
         ([{"role": "user", "content": None}], r"messages\[0\]\.content"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], r"messages\[0\]\.content"),
+        ([{"role": "user", "content": []}], r"messages\[0\]\.content"),
+        ([{"role": "user", "content": ["x"]}], r"messages\[0\]\.content\[0\]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\]\.content\[0\]\.text"),
+        (
+            [{"role": "user", "content": [PART, {"type": "image_url", "image_url": {"url": "x"}}]}],
+            r"messages\[0\]\.content\[1\]: 'image_url' parts are not supported",
+        ),
     ],
     ids=str,
 )
