@@ -113,6 +113,12 @@ def layout_faults(model: Model) -> Iterator[Fault]:
     versions = sorted(d for d in folder.iterdir() if d.is_dir() and d.name.isdigit())
     if not versions:
         yield Fault(folder, "version", f"no version directory; there must be one, such as {folder.name}/1")
+    elif config.version_policy.HasField("specific"):
+        there, asked = {int(v.name) for v in versions}, list(config.version_policy.specific.versions)
+        if there.isdisjoint(asked):
+            yield model.fault(
+                "version_policy", f"names {asked}, there is {sorted(there)}: none would be loaded"
+            )
     for version in versions:
         code = config.default_model_filename or CODE
         if config.backend == "python" and not (version / code).is_file():
@@ -129,6 +135,12 @@ def config_faults(model: Model) -> Iterator[Fault]:
         yield model.fault(
             "max_batch_size", f"{config.max_batch_size}, must be at least 1: clients send a batch dimension"
         )
+    if config.HasField("sequence_batching"):
+        message = "the engine batches by itself; a request's state is its own, remove the field"
+        yield model.fault("sequence_batching", message)
+    if config.response_cache.enable:
+        message = "a sampled answer would be given again, and streams cannot be cached; remove the field"
+        yield model.fault("response_cache", message)
     if not config.instance_group:
         yield model.fault("instance_group", "missing: Triton would make one engine for each GPU")
     for group in config.instance_group:

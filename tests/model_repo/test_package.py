@@ -87,6 +87,11 @@ def edit(repository: Path, model: str, old: str, new: str) -> None:
     file.write_text(re.sub(old, new, text, count=1))
 
 
+def add(repository: Path, model: str, text: str) -> None:
+    file = repository / model / "config.pbtxt"
+    file.write_text(file.read_text() + text + "\n")
+
+
 def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -199,6 +204,26 @@ MUTATIONS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "ensemble/config.pbtxt",
         "input",
     ),
+    "a version that is not there": (
+        lambda r: add(r, "tensorrt_llm", "version_policy { specific { versions: 3 } }"),
+        "tensorrt_llm/config.pbtxt",
+        "version_policy",
+    ),
+    "no version at all": (
+        lambda r: add(r, "ensemble", "version_policy { specific { } }"),
+        "ensemble/config.pbtxt",
+        "version_policy",
+    ),
+    "sequences": (
+        lambda r: add(r, "tensorrt_llm", "sequence_batching { }"),
+        "tensorrt_llm/config.pbtxt",
+        "sequence_batching",
+    ),
+    "cached answers": (
+        lambda r: add(r, "ensemble", "response_cache { enable: true }"),
+        "ensemble/config.pbtxt",
+        "response_cache",
+    ),
     "binary": (
         lambda r: (r / "ensemble/config.pbtxt").write_bytes(b"\xff\xfe"),
         "ensemble/config.pbtxt",
@@ -214,6 +239,20 @@ def test_check_names_file_and_key(repository: Path, mutation: str) -> None:
     found = [(str(f.file.relative_to(repository)), f.key) for f in check(repository)]
     assert (file, key) in found
     assert len(found) <= 2 or mutation == "renamed folder", found
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        "version_policy { specific { versions: [1, 3] } }",
+        "version_policy { latest { num_versions: 1 } }",
+        "version_policy { all { } }",
+        "response_cache { enable: false }",
+    ],
+)
+def test_check_lets_pass_what_changes_nothing(repository: Path, harmless: str) -> None:
+    add(repository, "tensorrt_llm", harmless)
+    assert check(repository) == []
 
 
 def test_check_says_the_line(repository: Path) -> None:
