@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from trtforge.runtime.cli_options import engine_config, engine_options, sampling
 if TYPE_CHECKING:
     from trtforge.runtime.jsonl import Line
     from trtforge.runtime.llm import LLM
+    from trtforge.runtime.request import SamplingParams
     from trtforge.runtime.stream import Stream
 
 
@@ -53,6 +55,9 @@ def generate(
     options = _with_bytes(options)
     config = engine_config(options, max_queue_requests=None)
     defaults = sampling_params(options)
+    _check(defaults, alone=prompt is not None)
+    if stats is not None:
+        _check_writable(stats)
     text = None if prompts is None else _read(prompts)
 
     from trtforge.runtime.jsonl import Line, output_line, read_lines
@@ -159,6 +164,28 @@ def _read(prompts: str) -> str:
         return data.decode("utf-8-sig")  # without the mark that Windows puts in front
     except (OSError, UnicodeDecodeError) as e:
         raise InvalidArgument(f"{prompts}: cannot be read: {e}") from e
+
+
+def _check(defaults: "SamplingParams", alone: bool) -> None:
+    """What options say, before the engine is loaded; none of them names tokens. Not alone, the lines of a file may
+    allow as many tokens as --min-tokens wants.
+    """
+    (defaults if alone else replace(defaults, min_tokens=0)).check(vocab_size=0)
+
+
+def _check_writable(path: Path) -> None:
+    """Raises EnvironmentProblem now and not after the run. What is there stays as it is; a pipe is left alone, since
+    its reader would take this for the end.
+    """
+    existed = path.exists()
+    if existed and not path.is_file() and not path.is_dir():
+        return
+    try:
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as e:
+        raise EnvironmentProblem(f"{path}: cannot be written: {e}") from e
 
 
 def _write(path: Path, text: str) -> None:

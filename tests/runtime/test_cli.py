@@ -215,6 +215,43 @@ def test_bad_options(null_engine: Make, args: list[str], code: int, words: str) 
     assert words in result.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--top-p", "2"], "top_p must be from 1e-09 to 1, got 2"),
+        (["--max-tokens", "0"], "max_tokens must be from 1"),
+        (["--temperature", "nan"], "temperature must be"),
+        (["--stop", ""], "stop: an empty string"),
+        (["--stats", "/no/such/folder/x"], "/no/such/folder/x: cannot be written"),
+        (["--stats", "."], ".: cannot be written"),
+    ],
+    ids=str,
+)
+def test_options_are_looked_at_before_the_engine(tmp_path: Path, args: list[str], words: str) -> None:
+    """Which takes minutes to load, and its answers as long to compute."""
+    result = run("generate", tmp_path / "no-engine", "--prompt", "a", *args)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+    assert words in result.stderr
+
+
+def test_a_run_that_fails_leaves_the_stats_file_as_it_was(tmp_path: Path) -> None:
+    stats = tmp_path / "stats.json"
+    for before in (None, "old"):
+        if before is not None:
+            stats.write_text(before)
+        result = run("generate", tmp_path / "no-engine", "--prompt", "a", "--stats", stats)
+        assert (result.exit_code, "no-engine" in result.stderr) == (1, True)
+        assert (stats.read_text() if stats.exists() else None) == before
+
+
+def test_lines_may_allow_what_the_options_want_at_least(
+    null_engine: Make, prompts: Callable[..., Path]
+) -> None:
+    path = prompts({"prompt": "a", "max_tokens": 150})
+    (line,) = lines(run("generate", null_engine(), "--prompts", path, "--min-tokens", 140, "--json"))
+    assert len(line["token_ids"]) >= 140
+
+
 def test_an_engine_that_is_none(tmp_path: Path) -> None:
     result = run("generate", tmp_path, "--prompt", "a")
     assert (result.exit_code, "not an engine directory" in result.stderr) == (1, True)
