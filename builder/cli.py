@@ -66,6 +66,13 @@ class Root(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as e:  # --help and --version are written before a command is invoked
+            click.echo(f"error: output: {e.strerror}", err=True)
+            sys.exit(1)
+
     def invoke(self, ctx: click.Context) -> Any:
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed by whoever started us

@@ -93,6 +93,16 @@ def test_a_reader_that_goes_away_is_no_error(tiny_checkpoint: Callable[[str], Pa
     assert (run.stderr, run.returncode) == ("", 128 + signal.SIGPIPE)
 
 
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["build", "--help"]], ids=" ".join)
+def test_a_full_disk_is_one_line(args: list[str]) -> None:
+    code = "import sys; from trtforge.builder.cli import main; main(sys.argv[1:])"
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run(
+            [sys.executable, "-c", code, *args], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (run.stderr, run.returncode) == ("error: output: No space left on device\n", 1)
+
+
 @pytest.mark.parametrize("closed", [1, 2])
 def test_a_stream_may_be_closed(closed: int, tiny_engine: Callable[..., Path]) -> None:
     code = "import sys; from trtforge.builder.cli import main; main(sys.argv[1:])"
