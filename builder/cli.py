@@ -239,6 +239,7 @@ def build(model: str, output: Path, **options: Any) -> None:
 
     with progress() as report:
         manifest = build_engine(model, output, build_config(**options), report)
+    warn_of_chat_template(output)
     size = sum(entry.bytes for entry in manifest.files.values())
     click.echo(
         f"{output}: {manifest.model['name']} for {manifest.target}, {manifest.recipe}, {format_bytes(size)}; "
@@ -246,6 +247,19 @@ def build(model: str, output: Path, **options: Any) -> None:
     )
     quoted = shlex.quote(str(output))
     click.echo(f"next: trtforge generate {quoted} --prompt TEXT, or trtforge package {quoted} -o REPO")
+
+
+def warn_of_chat_template(engine: Path) -> None:
+    """Of one that no request can use. The builder takes it as it is; the runtime knows what it must be."""
+    from trtforge.runtime.chat_template import ChatTemplate
+    from trtforge.runtime.tokenizer import CHAT_TEMPLATE
+
+    file = engine / CHAT_TEMPLATE
+    if file.is_file():
+        try:
+            ChatTemplate(file.read_text(encoding="utf-8"), {})
+        except InvalidArgument as e:
+            logging.getLogger(__name__).warning("%s", one_line(e))
 
 
 @click.command()

@@ -14,7 +14,9 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trtforge.plugins.errors import EngineFormatError, InvalidArgument
+from trtforge.plugins.errors import InvalidArgument
+
+WITHOUT_TEMPLATE = "give its prompt as plain text, without --chat or messages"
 
 #: Names that a message's reasoning has; Hugging Face gives it to a template under the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -31,9 +33,11 @@ class _GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """special_tokens: what the template may name, e.g. {"bos_token": "<s>"}."""
+    """special_tokens: what the template may name, e.g. {"bos_token": "<s>"}. Raises InvalidArgument for a source that
+    is no template: the model is then as one that has none.
+    """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], where: str = "chat_template") -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
         )
@@ -43,8 +47,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as e:
-            raise EngineFormatError(f"{where}: the chat template does not parse: {e}") from e
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as e:  # the last two: nested too deep
+            line = f"line {e.lineno}: " if isinstance(e, jinja2.TemplateSyntaxError) else ""
+            raise InvalidArgument(
+                f"the model's chat template does not parse ({line}{e.args[0]}); {WITHOUT_TEMPLATE}"
+            ) from e
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt's text, up to where the assistant speaks. Raises InvalidArgument for messages that are

@@ -117,13 +117,11 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> "ChatTemplate":
-        from trtforge.runtime.chat_template import ChatTemplate
+        from trtforge.runtime.chat_template import WITHOUT_TEMPLATE, ChatTemplate
 
         if self._template is None:
-            raise InvalidArgument(
-                "the model has no chat template; give its prompt as plain text, without --chat or messages"
-            )
-        return ChatTemplate(self._template, self.special_tokens, self._where)
+            raise InvalidArgument(f"the model has no chat template; {WITHOUT_TEMPLATE}")
+        return ChatTemplate(self._template, self.special_tokens)
 
     @property
     def has_chat_template(self) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -188,6 +189,29 @@ def test_build_says_what_it_made_and_what_comes_next(
     assert made.startswith(f"{output}: llama for cpu, full_prec, ")
     assert f"trtforge package {output}" in following
     assert (output / "manifest.json").is_file()
+
+
+def test_build_warns_of_a_chat_template_that_does_not_parse(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, output = tmp_path / "model", tmp_path / "engine"
+    shutil.copytree(tiny_checkpoint("llama"), model)
+    template = "{% for m in messages %}{{ m.content }}"
+    (model / "chat_template.jinja").write_text(template)
+    code = "import sys; from trtforge.builder.cli import main; main(sys.argv[1:])"
+    args = ["build", str(model), "-o", str(output), "--max-seq-len", "64"]
+    built = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    assert built.returncode == 0
+    (warning,) = built.stderr.splitlines()
+    assert warning.startswith("WARNING: the model's chat template does not parse (line 1: Unexpected end of")
+    assert (output / "chat_template.jinja").read_text() == template
+    refused = invoke("generate", output, "--prompt", "a", "--chat")
+    assert refused.exit_code == 1
+    assert refused.stderr.splitlines()[-1].endswith(
+        "; give its prompt as plain text, without --chat or messages"
+    )
+    assert "the model's chat template does not parse (line 1: " in refused.stderr
+    assert invoke("generate", output, "--prompt", "a", "--max-tokens", 2).exit_code == 0
 
 
 def test_what_comes_next_can_be_pasted(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

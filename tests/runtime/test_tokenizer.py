@@ -254,6 +254,18 @@ def test_no_template_is_said() -> None:
     assert not make().has_chat_template
 
 
-def test_a_broken_template_is_the_engines_fault() -> None:
-    with pytest.raises(EngineFormatError, match="does not parse"):
-        make(template="{% for %}").encode_messages(TURNS)
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for %}",
+        "{{ x | nothing }}",
+        "{% for m in messages %}" * 30 + "{% endfor %}" * 30,
+        "{{ " + "(" * 5000,
+    ],
+    ids=["syntax", "filter", "too many blocks", "too deep"],
+)
+def test_a_broken_template_is_as_none(template: str) -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"chat template does not parse .*; give its prompt as plain text"
+    ):
+        make(template=template).encode_messages(TURNS)
