@@ -91,12 +91,7 @@ def read(
         )
     rows = []
     for row in range(size):
-        options = {declared[n].key: value(declared[n], np.asarray(t)[row]) for n, t in tensors.items()}
-        for key, given in shared.items():
-            if options.setdefault(key, given) != given:
-                raise InvalidArgument(
-                    f"{key} is given twice, as {options[key]!r} and as the parameter {given!r}"
-                )
+        options = row_options(declared, tensors, row, shared)
         refuse_unsupported(kind, options)
         defaults = {"exclude_input_in_output": not echo, "deadline_ms": deadline_ms}
         options = {**{k: v for k, v in defaults.items() if v is not None}, **options}
@@ -119,6 +114,17 @@ def batch_size(tensors: Mapping[str, NDArray[Any]]) -> int:
         if size != sizes[first]:
             raise InvalidArgument(f"{name} has batch size {size}, {first} has {sizes[first]}")
     return sizes[first]
+
+
+def row_options(
+    declared: Mapping[str, Input], tensors: Mapping[str, NDArray[Any]], row: int, shared: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The plain values of one row of the batch by their options' names, with the request's parameters."""
+    options = {declared[n].key: value(declared[n], np.asarray(t)[row]) for n, t in tensors.items()}
+    for key, given in shared.items():
+        if options.setdefault(key, given) != given:
+            raise InvalidArgument(f"{key} is given twice, as {options[key]!r} and as the parameter {given!r}")
+    return options
 
 
 def value(declared: Input, row: NDArray[Any]) -> Any:
@@ -153,8 +159,8 @@ def read_parameters(kind: Kind, parameters: Mapping[str, Any]) -> dict[str, Any]
             options[known[name].key] = coerce(known[name], given)
         elif name == "request_type" and str(given).lower().endswith("context_and_generation"):
             continue
-        elif name in UNSUPPORTED:
-            raise InvalidArgument(f"{name} is not supported: {UNSUPPORTED[name]}")
+        elif name.lower() in UNSUPPORTED:  # preprocessing has its names in capitals
+            raise InvalidArgument(f"{name} is not supported: {UNSUPPORTED[name.lower()]}")
         elif name not in PARAMETERS_IGNORED and (meant := near_miss(kind, name)):
             raise InvalidArgument(f"unknown key {name!r}: did you mean {meant!r}?")
         elif asks_elsewhere(name, given):
@@ -165,7 +171,7 @@ def read_parameters(kind: Kind, parameters: Mapping[str, Any]) -> dict[str, Any]
 def near_miss(kind: Kind, name: str) -> str | None:
     """The input that an unknown key probably means, or None."""
     names = list(inputs_by_name(kind))
-    if kind is not Kind.TOKENS and name in ELSEWHERE:
+    if kind in (Kind.TEXT, Kind.BLS) and name in ELSEWHERE:
         return ELSEWHERE[name]
     same_option = [i.name for i in inputs_by_name(kind).values() if i.option == name]
     folded = {n.replace("_", "").lower(): n for n in (*names, *PARAMETERS_IGNORED)}
@@ -175,7 +181,7 @@ def near_miss(kind: Kind, name: str) -> str | None:
 
 def asks_elsewhere(name: str, given: Any) -> bool:
     """Whether another of the models would do something about it."""
-    declared = [i for k in (Kind.TOKENS, Kind.TEXT, Kind.BLS) for i in INPUTS[k] if i.name == name]
+    declared = [i for inputs in INPUTS.values() for i in inputs if i.name == name]
     return any(i.use is not Use.IGNORE and given not in i.neutral for i in declared)
 
 

@@ -5,8 +5,9 @@ that goes away is not seen.
 """
 
 import importlib
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from trtforge.model_repo.answer import strings
 from trtforge.model_repo.link import SocketPort
 from trtforge.model_repo.model import CODES, Front, log_to_triton
 from trtforge.model_repo.parameters import ModelOptions, of_model
-from trtforge.model_repo.tensors import INPUTS, Input, Kind
+from trtforge.model_repo.tensors import Kind, inputs_by_name
 from trtforge.model_repo.wire import code_word
 from trtforge.plugins.errors import EngineFailure, ForgeError, InvalidArgument
 
@@ -58,11 +59,7 @@ class TokenizerModel:
     def _respond(self, request: Any) -> Any:
         try:
             given = {t.name(): t.as_numpy() for t in request.inputs()}
-            declared = [i for i in INPUTS[self.kind] if i.name in given]
-            missing = [i.name for i in INPUTS[self.kind] if i.required and i.name not in given]
-            if missing:
-                raise InvalidArgument(f"{missing[0]} is missing")
-            outputs = self.answer(rows(given, declared))
+            outputs = self.answer(rows(self.kind, given, json.loads(request.parameters() or "{}")))
         except ForgeError as e:
             return self._failure(e)
         except Exception as e:  # ours: the other requests of the batch are answered all the same
@@ -80,11 +77,15 @@ class TokenizerModel:
         raise NotImplementedError
 
 
-def rows(given: dict[str, NDArray[Any]], declared: list[Input]) -> list[dict[str, Any]]:
+def rows(
+    kind: Kind, given: Mapping[str, NDArray[Any]], parameters: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """The plain values of each row of a batch."""
-    return [
-        {i.name: parse.value(i, given[i.name][r]) for i in declared} for r in range(parse.batch_size(given))
-    ]
+    shared, declared = parse.read_parameters(kind, parameters), inputs_by_name(kind)
+    for i in declared.values():
+        if i.required and i.name not in given and i.name not in shared:
+            raise InvalidArgument(f"{i.name} is missing")
+    return [parse.row_options(declared, given, r, shared) for r in range(parse.batch_size(given))]
 
 
 class Preprocessing(TokenizerModel):

@@ -84,6 +84,16 @@ STORM: list[tuple[str, dict[str, Any] | bytes, str]] = [
         "[INVALID_ARG] stop_words_list: token 999 is not in the vocabulary of 259",
     ),
     ("tensorrt_llm", {**CORE, "embedding_bias": [1.0]}, "[INVALID_ARG] embedding_bias"),
+    (
+        "preprocessing",
+        {"QUERY": "x", "REQUEST_OUTPUT_LEN": 3, "BAD_WORD_DICT": "y"},
+        "[INVALID_ARG] unknown key 'BAD_WORD_DICT': did you mean 'BAD_WORDS_DICT'?",
+    ),
+    (
+        "postprocessing",
+        {"TOKENS_BATCH": [104], "SEQUENCE_LENGTH": 1, "sequence_length": 2},
+        "[INVALID_ARG] unknown key 'sequence_length': did you mean 'SEQUENCE_LENGTH'?",
+    ),
 ]
 
 
@@ -153,6 +163,16 @@ def test_the_tokenizers_models(served: Served) -> None:
             infer(served, "preprocessing", **tensors)
         assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"
         assert raised.value.message().startswith(message)
+
+
+def test_a_parameter_is_as_good_as_its_input(served: Served) -> None:
+    given = {"QUERY": text("hi"), "REQUEST_OUTPUT_LEN": np.array([[3]], np.int32)}
+    inputs = [tensor(grpcclient, name, array) for name, array in given.items()]
+    with grpcclient.InferenceServerClient(served.server.grpc_url) as client:
+        result = client.infer("preprocessing", inputs, parameters={"END_ID": 7})
+        assert result.as_numpy("OUT_END_ID").tolist() == [[7]]
+        with pytest.raises(InferenceServerException, match="REQUEST_OUTPUT_LEN is given twice"):
+            client.infer("preprocessing", inputs, parameters={"REQUEST_OUTPUT_LEN": 4})
 
 
 def test_a_full_queue_is_unavailable(served: Served) -> None:

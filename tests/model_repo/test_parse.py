@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtforge.model_repo.parse import MAX_WORDS, Ask, Wants, read, word_list
+from trtforge.model_repo.parse import MAX_WORDS, Ask, Wants, read, read_parameters, word_list
 from trtforge.model_repo.tensors import Kind
 from trtforge.plugins.errors import InvalidArgument
 
@@ -242,11 +242,30 @@ def test_what_is_refused(tensors: dict[str, Any], message: str) -> None:
         (Kind.TEXT, "input_lengths", "input_lengths is an input of another model"),
         (Kind.TOKENS, "text_input", "text_input is an input of another model"),
         (Kind.TEXT, "min_length", "min_length must be INT32"),
+        (Kind.TEXT, "QUERY", "QUERY is an input of another model"),
     ],
 )
 def test_keys_that_are_no_input(kind: Kind, key: str, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         one(kind, {key: "1"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "message"),
+    [
+        (Kind.PREPROCESSING, "BAD_WORD_DICT", "did you mean 'BAD_WORDS_DICT'"),
+        (Kind.PREPROCESSING, "request_output_len", "did you mean 'REQUEST_OUTPUT_LEN'"),
+        (Kind.PREPROCESSING, "query", "did you mean 'QUERY'"),
+        (Kind.PREPROCESSING, "text_input", "text_input is an input of another model"),
+        (Kind.PREPROCESSING, "PROMPT_TABLE_EXTRA_ID", "prompt tuning is not done"),
+        (Kind.POSTPROCESSING, "SEQUENCE_LENGTHS", "did you mean 'SEQUENCE_LENGTH'"),
+        (Kind.POSTPROCESSING, "max_tokens", "max_tokens is an input of another model"),
+    ],
+)
+def test_keys_that_are_no_input_of_the_tokenizers_models(kind: Kind, key: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        read_parameters(kind, {key: "1"})
+    assert read_parameters(kind, {"id": "x", "user_tag": "blue", "binary_data_output": True}) == {}
 
 
 def test_keys_that_are_honoured_or_ignored() -> None:
