@@ -12,7 +12,7 @@ from trtforge.plugins.errors import DeadlineExceeded, EngineFailure, ForgeError,
 from trtforge.runtime.engine import Engine
 from trtforge.runtime.executors.base import ExecutorLost
 from trtforge.runtime.manifest import Limits
-from trtforge.runtime.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
+from trtforge.runtime.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams, Step
 from trtforge.runtime.scheduler import Scheduler
 
 Start = Callable[..., Engine]
@@ -250,13 +250,13 @@ def test_a_deadline_ends_a_request_wherever_it_is(start: Start, queued: bool) ->
 
 
 def test_a_step_that_fails_ends_its_requests_and_no_others(start: Start) -> None:
-    engine = start(Limits(2, 64, 512), fail_steps=(4,), delay=SLOW)
-    streams = [engine.submit(ask(str(i), max_tokens=20)) for i in range(4)]
+    engine = start(Limits(2, 64, 512), fail_steps=(60,), delay=SLOW)
+    streams = [engine.submit(ask(str(i), max_tokens=100)) for i in range(4)]
     for stream in streams[:2]:
-        with pytest.raises(EngineFailure, match="step 4"):
+        with pytest.raises(EngineFailure, match="step 60"):
             stream.result()
     for i in (2, 3):
-        assert streams[i].result().token_ids == alone(engine, ask(str(i), max_tokens=20))
+        assert streams[i].result().token_ids == alone(engine, ask(str(i), max_tokens=100))
     assert engine.healthy
     assert (engine.metrics().requests_failed, engine.metrics().requests_finished) == (2, 2)
 
@@ -265,12 +265,15 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(start: Start) -> None
 def test_a_dead_engine_fails_everything_at_once(
     start: Start, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start(Limits(2, 64, 512), delay=SLOW, lost_at=5 if how == "the executor is lost" else None)
+    engine = start(Limits(2, 64, 512), delay=SLOW, lost_at=60 if how == "the executor is lost" else None)
     if how == "a bug of ours":
 
-        def broken(self: Scheduler) -> None:
-            raise ZeroDivisionError("a bug")
+        def broken(self: Scheduler) -> Step:
+            if len(self.waiting) + len(self.running) == 4:
+                raise ZeroDivisionError("a bug")
+            return plan(self)
 
+        plan = Scheduler.plan
         engine.submit(ask("0")).result()
         monkeypatch.setattr(Scheduler, "plan", broken)
     streams = [engine.submit(ask(str(i), max_tokens=100)) for i in range(4)]
