@@ -10,7 +10,6 @@ from trtforge.model_repo.tensors import (
     ELSEWHERE,
     INPUTS,
     OUTPUTS,
-    PARAMETER_OPTIONS,
     PARAMETERS_IGNORED,
     TEXT_INPUTS,
     UNSUPPORTED,
@@ -42,6 +41,8 @@ may be called directly. The tables below are generated from the declarations in 
 - `kv_cache_*` numbers and `*_time_ns` come with a request's last response only.
 - Batching, paged KV cache, chunked prefill and cancellation need no configuration, and work with
   `--decoupled-mode false` too. A repository that is not decoupled refuses `stream` and batches of several prompts.
+
+As before, a request that sends none of `top_k`, `top_p` and `min_p` is greedy, whatever its `temperature`.
 
 ## Getting there
 
@@ -135,7 +136,6 @@ def metrics() -> str:
 
 def markdown() -> str:
     bls_only = [i for i in INPUTS[Kind.BLS] if i not in TEXT_INPUTS]
-    honoured = ", ".join(f"`{k}` (`{v}`)" for k, v in PARAMETER_OPTIONS.items())
     sections = [
         TOP,
         "## Inputs of `ensemble` and `tensorrt_llm_bls`\n",
@@ -156,7 +156,7 @@ def markdown() -> str:
         inputs(INPUTS[Kind.POSTPROCESSING]),
         outputs(OUTPUTS[Kind.POSTPROCESSING]),
         "## JSON keys and request parameters that are no input\n",
-        f"Honoured: {honoured}, and every scalar input's own name.\n",
+        "Honoured: every scalar input's own name.\n",
         f"Ignored: {names(PARAMETERS_IGNORED)}, and names that resemble nothing: "
         "a proxy may turn headers into parameters.\n",
         "Refused with a hint: misspelt inputs, and what other servers call them:\n",

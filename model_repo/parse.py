@@ -120,10 +120,12 @@ def row_options(
     declared: Mapping[str, Input], tensors: Mapping[str, NDArray[Any]], row: int, shared: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The plain values of one row of the batch by their options' names, with the request's parameters."""
-    options = {declared[n].key: value(declared[n], np.asarray(t)[row]) for n, t in tensors.items()}
-    for key, given in shared.items():
-        if options.setdefault(key, given) != given:
-            raise InvalidArgument(f"{key} is given twice, as {options[key]!r} and as the parameter {given!r}")
+    options: dict[str, Any] = {}
+    given = [(declared[n].key, value(declared[n], np.asarray(t)[row])) for n, t in tensors.items()]
+    for key, meant in (*given, *shared.items()):
+        if key in options and options[key] != meant:
+            raise InvalidArgument(f"{key} is given twice, as {options[key]!r} and as {meant!r}")
+        options[key] = meant
     return options
 
 

@@ -5,7 +5,7 @@ Names, types and dimensions are those of the `inflight_batcher_llm` repository t
 so that its clients go on working. Dimensions are without the batch dimension, -1 is variable.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -69,6 +69,8 @@ SAMPLING = (
     Input("frequency_penalty", "FP32", (1,), "0, off"),
     Input("min_tokens", "INT32", (1,), "0; no end token before so many"),
     Input("seed", "UINT64", (1,), "absent: a random one"),
+    Input("min_length", "INT32", (1,), "`min_tokens` by its older name", option="min_tokens"),
+    Input("random_seed", "UINT64", (1,), "`seed` by its older name", option="seed"),
     Input("min_p", "FP32", (1,), "0, off", new=True),
     Input("end_id", "INT32", (1,), "absent: the model's own end tokens; -1 or past the vocabulary: none"),
     Input("pad_id", "INT32", (1,), "nothing is padded", Use.IGNORE),
@@ -275,10 +277,8 @@ OUTPUTS: dict[Kind, tuple[Output, ...]] = {
     Kind.POSTPROCESSING: POSTPROCESSING_OUTPUTS,
 }
 
-#: JSON keys that are no tensor of ours reach a model as request parameters. These mean an input.
-PARAMETER_OPTIONS = {"min_length": "min_tokens", "random_seed": "seed"}
-
-#: These ask for nothing that is not done anyway, or are set by Triton's own clients.
+#: JSON keys that are no tensor of ours reach a model as request parameters. These ask for nothing that is not done
+#: anyway, or are set by Triton's own clients.
 PARAMETERS_IGNORED = ("accumulate_tokens", "Streaming", "id", "binary_data_output")
 
 _LORA, _GUIDED, _DRAFT = (
@@ -335,8 +335,5 @@ def inputs_by_name(kind: Kind) -> dict[str, Input]:
 
 
 def options_of(kind: Kind) -> dict[str, Input]:
-    """Scalar inputs by every name that a request parameter may use for them."""
-    named = {i.name: i for i in INPUTS[kind] if i.scalar}
-    return named | {
-        p: replace(named[n], name=p, option=named[n].key) for p, n in PARAMETER_OPTIONS.items() if n in named
-    }
+    """Scalar inputs by name: those that a request parameter may give."""
+    return {i.name: i for i in INPUTS[kind] if i.scalar}

@@ -281,6 +281,15 @@ def test_keys_that_are_honoured_or_ignored() -> None:
         one(parameters={"min_length": 3}, min_tokens=scalar(2, np.int32))
 
 
+@pytest.mark.parametrize("kind", [Kind.TEXT, Kind.BLS, Kind.TOKENS])
+def test_older_names_of_inputs(kind: Kind) -> None:
+    older = {"min_length": scalar(3, np.int32), "random_seed": scalar(9, np.uint64)}
+    params = one(kind, **older)[0].request.params
+    assert (params.min_tokens, params.seed) == (3, 9)
+    with pytest.raises(InvalidArgument, match="seed is given twice, as 8 and as 9"):
+        one(kind, seed=scalar(8, np.uint64), random_seed=older["random_seed"])
+
+
 def test_echo() -> None:
     assert one(exclude_input_in_output=scalar(False, np.bool_))[1].echo == "hi"
     assert one(exclude_input_in_output=scalar(False, np.bool_), stream=scalar(True, np.bool_))[1].echo is None
