@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trtforge.builder.checkpoint.base import Checkpoint, Coverage, TensorInfo, cover
+from trtforge.builder.checkpoint.base import BlockFormat, Blocks, Checkpoint, Coverage, TensorInfo, cover
 from trtforge.builder.families import Family, family_of
 from trtforge.builder.spec import ModelSpec
 from trtforge.plugins.errors import CheckpointError, UnsupportedModel
@@ -30,6 +30,15 @@ class Source:
         """The weight in FP32."""
         array = checkpoint.read(self.tensor)
         return array if self.rows is None else array[self.rows[0] : self.rows[1]]
+
+    def block_format(self, checkpoint: Checkpoint) -> BlockFormat | None:
+        """See Checkpoint."""
+        return checkpoint.block_format(self.tensor)
+
+    def read_blocks(self, checkpoint: Checkpoint) -> Blocks:
+        """The weight as it is stored."""
+        blocks = checkpoint.read_blocks(self.tensor)
+        return blocks if self.rows is None else blocks.rows(slice(*self.rows))
 
 
 @dataclass(frozen=True)
