@@ -145,6 +145,12 @@ BUILD_OPTIONS = (
         "--recipe", default=_DEFAULT.recipe, show_default=True, help="Quantization: name or .toml file."
     ),
     click.option(
+        "--activations",
+        default=_DEFAULT.activations,
+        show_default=True,
+        help="What products of quantized weights take: int8 (in groups of 32) or fp32; auto: int8 on the CPU.",
+    ),
+    click.option(
         "--kv-cache-dtype",
         type=click.Choice(["auto", *KV_DTYPES]),
         default=_DEFAULT.kv_cache_dtype,
@@ -227,6 +233,7 @@ def build(model: str, output: Path, **options: Any) -> None:
     size = sum(entry.bytes for entry in manifest.files.values())
     click.echo(
         f"{output}: {manifest.model['name']} for {manifest.target}, {manifest.recipe}, {format_bytes(size)}; "
+        f"activations {manifest.activations}; "
         f"KV cache {manifest.kv.dtype}, {manifest.kv.bytes_per_token} bytes per token"
     )
     click.echo(f"next: trtforge generate {output} --prompt TEXT, or trtforge package {output} -o REPO")
@@ -261,7 +268,7 @@ def plan(model: str, gpu: str | None, memory: str | None, as_json: bool, **optio
     device = devices.gpu(gpu) if gpu else this_machine()
     if memory:
         device = replace(device, memory=parse_bytes(memory))
-    answer = planning.plan(translation.spec, config, device)
+    answer = planning.plan(translation.spec, config, device, translation.formats)
     click.echo(json.dumps(answer.to_json()) if as_json else planning.as_text(answer))
     if answer.impossible:
         click.get_current_context().exit(1)

@@ -6,20 +6,20 @@ that a decode step must read, over the memory's bandwidth.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from trtforge.builder import recipes
+from trtforge.builder.blocks import BlockFormat, format_of
+from trtforge.builder.describe import elements
 from trtforge.builder.devices import Device
 from trtforge.builder.spec import BuildConfig, ModelSpec, QuantSpec
 from trtforge.builder.units import format_bytes
 from trtforge.plugins.kv_dtypes import KV_DTYPES
 from trtforge.runtime.manifest import KVLayout
 
-#: Group sizes that int4 weights may have, largest first; the first that divides a row is taken.
-INT4_GROUPS = (128, 64, 32)
-
-PLAIN = QuantSpec("plain")
-INT8_HEAD = QuantSpec("int8 head", weights="int8")
+#: How the checkpoint has the weights that are quantized there (Translation.formats).
+Formats = Mapping[str, BlockFormat]
 
 
 @dataclass(frozen=True)
@@ -84,32 +84,24 @@ class Plan:
         return asdict(self)
 
 
-def matrix_bytes(outputs: int, inputs: int, quant: QuantSpec, float_bytes: int) -> int:
-    """Of one linear's weight under a recipe, scales and zero points included."""
-    if quant.weights == "none":
-        return outputs * inputs * float_bytes
-    if quant.weights == "int8":
-        return outputs * (inputs + 4)
-    group = next((g for g in INT4_GROUPS if g <= quant.group_size and inputs % g == 0), inputs)
-    groups = outputs * (inputs // group)
-    zero_points = 0 if quant.symmetric else -(-groups // 2)
-    return outputs * inputs // 2 + groups * 4 + zero_points
+def plan_recipe(spec: ModelSpec, quant: QuantSpec, device: Device, formats: Formats) -> RecipePlan:
+    """Matrices are stored as the recipe says, norms and biases as values.
 
-
-def plan_recipe(spec: ModelSpec, quant: QuantSpec, device: Device) -> RecipePlan:
-    """Matrices are quantized, norms and biases are not; under int4 the head, which decides the token, int8.
-
-    A tied embedding is the head; an untied one is only looked up and stays as it is.
+    An untied embedding is only looked up; it stays as it is.
     """
     total = embedding = 0
     head = "embedding" if spec.tied_embeddings else "lm_head"
     for weight, shape in spec.weight_shapes().items():
         name = weight.removesuffix(".weight")
-        plain = len(shape) == 1 or (name == "embedding" and name != head) or name in quant.exclude
-        rule = PLAIN if plain else INT8_HEAD if name == head and quant.weights == "int4" else quant
-        size = matrix_bytes(shape[0], shape[1] if len(shape) > 1 else 1, rule, device.float_bytes)
+        plain = len(shape) == 1 or name in quant.exclude
+        looked_up = name == "embedding" != head
+        if plain or (looked_up and quant.weights != "as_is"):
+            fmt = None
+        else:
+            fmt = format_of(quant, weight, shape[1], formats.get(weight))
+        size = fmt.bytes(shape[0], shape[1]) if fmt else elements(shape) * device.float_bytes
         total += size
-        embedding += size if name == "embedding" != head else 0
+        embedding += size if looked_up else 0
     return RecipePlan(quant.name, total, total - embedding)
 
 
@@ -139,13 +131,15 @@ def kv_read_bytes(spec: ModelSpec, dtype: str, context: int) -> int:
     )
 
 
-def plan(spec: ModelSpec, config: BuildConfig, device: Device) -> Plan:
+def plan(
+    spec: ModelSpec, config: BuildConfig, device: Device, formats: Formats = MappingProxyType({})
+) -> Plan:
     """config: settled (builder/build.py). Raises InvalidArgument for an unknown recipe."""
-    quants = [recipes.load(name) for name in recipes.names()]
+    quants = [recipes.load(name) for name in recipes.names() if name != "as_is" or formats]
     chosen = recipes.load(config.recipe)
     if chosen not in quants:
         quants.append(chosen)
-    recipe_plans = tuple(plan_recipe(spec, quant, device) for quant in quants)
+    recipe_plans = tuple(plan_recipe(spec, quant, device, formats) for quant in quants)
     recipe = next(r for r, quant in zip(recipe_plans, quants, strict=True) if quant == chosen)
 
     dtype = config.kv_cache_dtype

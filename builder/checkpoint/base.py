@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trtforge.builder.blocks import BlockFormat, Blocks
 from trtforge.plugins.errors import CheckpointError
 
 # buffers that old checkpoints carry and that follow from the config: neither used nor worth a word
@@ -38,45 +39,6 @@ class TokenizerFiles:
     add_bos_token: bool = False  # whether plain text gets a BOS in front, by the tokenizer's own rule
 
 
-@dataclass(frozen=True)
-class BlockFormat:
-    """How a quantized matrix is stored: value = code * scale (symmetric), or code * scale + minimum.
-
-    group_size: columns that share a scale; 0: all of a row.
-    """
-
-    bits: int  # 4 or 8
-    group_size: int
-    symmetric: bool
-    scale_type: np.dtype[Any]  # of scales and minimums: FP16 or FP32
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """A quantized matrix [rows, columns], nothing rounded again.
-
-    codes: [rows, columns], INT8 if symmetric (-8 to 7 in four bits), else UINT8. scales, minimums: [rows, groups].
-    """
-
-    format: BlockFormat
-    codes: NDArray[Any]
-    scales: NDArray[Any]
-    minimums: NDArray[Any] | None = None
-
-    def values(self) -> NDArray[np.float32]:
-        """What it stands for, rounded to FP32 after the product and after the sum."""
-        groups = self.codes.reshape(*self.scales.shape, -1).astype(np.float32)
-        groups *= self.scales.astype(np.float32)[..., None]
-        if self.minimums is not None:
-            groups += self.minimums.astype(np.float32)[..., None]
-        return groups.reshape(self.codes.shape)
-
-    def rows(self, index: slice | NDArray[np.intp]) -> "Blocks":
-        """Some of the rows, in any order."""
-        minimums = None if self.minimums is None else self.minimums[index]
-        return Blocks(self.format, self.codes[index], self.scales[index], minimums)
-
-
 class Checkpoint(Protocol):
     """An opened checkpoint. Raises CheckpointError for anything damaged, missing or hostile."""
 
@@ -90,10 +52,10 @@ class Checkpoint(Protocol):
         """One tensor, dequantized to FP32, [out, in] for linears; memory is used for this tensor only."""
 
     def block_format(self, name: str) -> BlockFormat | None:
-        """What `read_blocks` gives for a tensor; None if it is stored as values, or in blocks that do not map."""
+        """What `read_blocks` gives for a tensor; None if it is not quantized."""
 
     def read_blocks(self, name: str) -> Blocks:
-        """A quantized matrix as it is stored; only where `block_format` is not None."""
+        """A quantized matrix as it is stored, or rounded once more if its format is not exact."""
 
     def tokenizer(self) -> TokenizerFiles:
         """The tokenizer, rebuilt if need be."""

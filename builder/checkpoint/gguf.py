@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trtforge.builder.checkpoint.base import BlockFormat, Blocks, TensorInfo, TokenizerFiles
-from trtforge.builder.checkpoint.gguf_blocks import BLOCK_TYPES, read_blocks
+from trtforge.builder.blocks import BlockFormat, Blocks, round_to_blocks
+from trtforge.builder.checkpoint.base import TensorInfo, TokenizerFiles
+from trtforge.builder.checkpoint.gguf_blocks import BLOCK_TYPES, ROUNDED, read_blocks
 from trtforge.builder.checkpoint.gguf_config import FACTOR_TABLES, Metadata, config_from_metadata
-from trtforge.builder.checkpoint.gguf_format import GGUFFile, GGUFTensor
+from trtforge.builder.checkpoint.gguf_format import QUANTIZED, GGUFFile, GGUFTensor
 from trtforge.builder.families import Family, GGUFNames, families
 from trtforge.plugins.errors import CheckpointError, UnsupportedModel
 
@@ -74,12 +75,15 @@ class GGUFCheckpoint:
 
     def block_format(self, name: str) -> BlockFormat | None:
         tensor = self._source[name][1]
-        kind = BLOCK_TYPES.get(tensor.dtype)
-        return kind.format if kind and len(tensor.shape) == 2 else None
+        if tensor.dtype not in QUANTIZED or len(tensor.shape) != 2:
+            return None
+        return BLOCK_TYPES[tensor.dtype].format if tensor.dtype in BLOCK_TYPES else ROUNDED
 
     def read_blocks(self, name: str) -> Blocks:
         file, tensor = self._source[name]
         rows, columns = tensor.shape
+        if tensor.dtype not in BLOCK_TYPES:
+            return round_to_blocks(self.read(name), ROUNDED)
         blocks = read_blocks(file.read_raw(tensor), BLOCK_TYPES[tensor.dtype], (rows, columns))
         order = self._row_order(name, rows)
         return blocks if order is None else blocks.rows(order)

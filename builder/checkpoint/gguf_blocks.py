@@ -1,7 +1,8 @@
 """GGUF's quantized blocks taken apart without loss: codes, scales and minimums instead of values.
 
 A type is here if each of its values is code * scale + minimum with one scale and one minimum per 32 columns. The
-others (Q2_K, Q3_K and Q6_K: groups of 16) are only read as values. Bit layouts: ggml-common.h of llama.cpp.
+others (Q2_K, Q3_K and Q6_K: groups of 16) are read as values and rounded to 8 bits. Bit layouts: llama.cpp,
+ggml-common.h.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trtforge.builder.checkpoint.base import BlockFormat, Blocks
+from trtforge.builder.blocks import BlockFormat, Blocks
 
 Bytes = NDArray[np.uint8]
 #: (codes [blocks, values of a block], scales [blocks, groups of a block], minimums or None)
@@ -38,7 +39,9 @@ def read_blocks(raw: Bytes, kind: BlockType, shape: tuple[int, int], piece: int 
     stored = raw.reshape(-1, kind.block_bytes)
     codes = np.empty((len(stored), kind.block_values), np.int8 if kind.format.symmetric else np.uint8)
     groups = kind.block_values // GROUP
-    scales = np.empty((len(stored), groups), kind.format.scale_type)
+    scales = np.empty(
+        (len(stored), groups), {"FLOAT": np.float32, "FLOAT16": np.float16}[kind.format.scale_type]
+    )
     minimums = None if kind.format.symmetric else np.empty_like(scales)
     step = piece // kind.block_values
     for start in range(0, len(stored), step):
@@ -132,8 +135,8 @@ def _k_scales(raw: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     return unit * scales.astype(np.float32), -(minimum_unit * minimums.astype(np.float32))
 
 
-def _format(bits: int, symmetric: bool, scale_type: Any = np.float16) -> BlockFormat:
-    return BlockFormat(bits, GROUP, symmetric, np.dtype(scale_type))
+def _format(bits: int, symmetric: bool, scale_type: str = "FLOAT16") -> BlockFormat:
+    return BlockFormat(bits, GROUP, symmetric, scale_type)
 
 
 BLOCK_TYPES = {
@@ -142,8 +145,11 @@ BLOCK_TYPES = {
     "Q5_0": BlockType(32, 22, _format(8, True), _q5_0),
     "Q5_1": BlockType(32, 24, _format(8, False), _q5_1),
     "Q8_0": BlockType(32, 34, _format(8, True), _q8_0),
-    "Q4_K": BlockType(256, 144, _format(4, False, np.float32), _q4_k),
-    "Q5_K": BlockType(256, 176, _format(8, False, np.float32), _q5_k),
+    "Q4_K": BlockType(256, 144, _format(4, False, "FLOAT"), _q4_k),
+    "Q5_K": BlockType(256, 176, _format(8, False, "FLOAT"), _q5_k),
     "IQ4_NL": BlockType(32, 18, _format(8, True), _iq4_nl),
-    "IQ4_XS": BlockType(256, 136, _format(8, True, np.float32), _iq4_xs),
+    "IQ4_XS": BlockType(256, 136, _format(8, True, "FLOAT"), _iq4_xs),
 }
+
+#: What values of the other quantized types are rounded to.
+ROUNDED = BlockFormat(8, GROUP, True, exact=False)

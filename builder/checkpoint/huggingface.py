@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trtforge.builder.checkpoint.base import BlockFormat, Blocks, TensorInfo, TokenizerFiles
+from trtforge.builder.blocks import BlockFormat, Blocks
+from trtforge.builder.checkpoint.base import TensorInfo, TokenizerFiles
 from trtforge.builder.checkpoint.safetensors import SafetensorsFile, parse_json
 from trtforge.plugins.errors import CheckpointError, UnsupportedModel
 

@@ -104,7 +104,7 @@ def test_model_without_end_token_is_reported(
             "'fp4' is unknown; choose from: auto, fp32, fp16, bf16, int8, fp8",
         ),
         (BuildConfig(tokens_per_block=24), "24 is not possible; choose from: 8, 16, 32, 64, 128"),
-        (BuildConfig(recipe="int3"), "'int3' is unknown; choose from: full_prec, int4_wo, int8_wo"),
+        (BuildConfig(recipe="int3"), "'int3' is unknown; choose from: as_is, full_prec, int4_wo, int8_wo"),
         (BuildConfig(target="abacus"), "'abacus' is unknown; choose from: cpu"),
         (BuildConfig(limits=Limits(max_num_tokens=0)), "max_num_tokens 0 is not possible; give at least 1"),
         (BuildConfig(limits=Limits(max_batch_size=0)), "max_batch_size 0 is not possible; give at least 1"),
