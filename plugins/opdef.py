@@ -95,13 +95,13 @@ class OpDef:
             tuple(p for p in self.outputs if scales or not p.quantized),
         )
 
-    def function(self, kv_dtype: str) -> onnx.FunctionProto:
+    def function(self, kv_dtype: str = "fp32") -> onnx.FunctionProto:
         """The op's definition as an ONNX local function, for a model whose pools hold `kv_dtype`."""
         import onnx.parser
 
         return onnx.parser.parse_function(self.function_text(kv_dtype))
 
-    def function_text(self, kv_dtype: str) -> str:
+    def function_text(self, kv_dtype: str = "fp32") -> str:
         """The function in ONNX's text syntax."""
         assert self.body is not None, self.name
         inputs, outputs = self.ports(kv_dtype)

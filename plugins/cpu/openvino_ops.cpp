@@ -41,10 +41,25 @@ KVDtype parse_kv_dtype(const ov::Node* node, const std::string& name) {
     return KVDtype::fp32;
 }
 
-// What both ops have in common: the pool and the shape of the heads.
-class PagedOp : public ov::op::Op {
+class CheckedOp : public ov::op::Op {
 public:
     using Op::Op;
+
+protected:
+    void check_input(size_t i, const char* name, std::initializer_list<ov::element::Type> types,
+                     const ov::PartialShape& shape) const {
+        const ov::element::Type type = get_input_element_type(i);
+        const bool known = std::find(types.begin(), types.end(), type) != types.end();
+        NODE_VALIDATION_CHECK(this, known || type.is_dynamic(), name, " has type ", type, ", want ", *types.begin());
+        NODE_VALIDATION_CHECK(this, get_input_partial_shape(i).compatible(shape), name, " has shape ",
+                              get_input_partial_shape(i), ", want ", shape);
+    }
+};
+
+// What both ops over a cache have in common: the pool and the shape of the heads.
+class PagedOp : public CheckedOp {
+public:
+    using CheckedOp::CheckedOp;
 
     struct Attributes {
         int64_t layer = 0, num_heads = 1, num_kv_heads = 1, head_size = 1;
@@ -78,15 +93,6 @@ protected:
     int64_t query_width() const { return attributes.num_heads * attributes.head_size; }
     int64_t key_width() const { return attributes.num_kv_heads * attributes.head_size; }
 
-    void check_input(size_t i, const char* name, std::initializer_list<ov::element::Type> types,
-                     const ov::PartialShape& shape) const {
-        const ov::element::Type type = get_input_element_type(i);
-        const bool known = std::find(types.begin(), types.end(), type) != types.end();
-        NODE_VALIDATION_CHECK(this, known || type.is_dynamic(), name, " has type ", type, ", want ", *types.begin());
-        NODE_VALIDATION_CHECK(this, get_input_partial_shape(i).compatible(shape), name, " has shape ",
-                              get_input_partial_shape(i), ", want ", shape);
-    }
-
     void check_pool(size_t i) const {
         const Attributes& n = attributes;
         const auto any = ov::Dimension::dynamic();
@@ -114,15 +120,6 @@ protected:
         return p;
     }
 };
-
-// The op with the same attributes on other inputs.
-template <class T>
-std::shared_ptr<ov::Node> copy_of(const T& op, const ov::OutputVector& inputs) {
-    auto copy = std::make_shared<T>(inputs);
-    copy->attributes = op.attributes;
-    copy->constructor_validate_and_infer_types();
-    return copy;
-}
 
 }  // namespace
 
@@ -259,11 +256,95 @@ public:
     }
 };
 
+class PackedLinearOp : public CheckedOp {
+public:
+    OPENVINO_OP("PackedLinear", "trtforge", CheckedOp);
+    PackedLinearOp() = default;
+    explicit PackedLinearOp(const ov::OutputVector& inputs) : CheckedOp(inputs) {}
+
+    bool visit_attributes(ov::AttributeVisitor& visitor) override {
+        Attributes& n = attributes;
+        visitor.on_attribute("in_features", n.in_features);
+        visitor.on_attribute("out_features", n.out_features);
+        visitor.on_attribute("bits", n.bits);
+        visitor.on_attribute("zero_point", n.zero_point);
+        visitor.on_attribute("group_size", n.group_size);
+        visitor.on_attribute("scale_bits", n.scale_bits);
+        visitor.on_attribute("has_minimums", n.has_minimums);
+        visitor.on_attribute("activation_bits", n.activation_bits);
+        return true;
+    }
+
+    void validate_and_infer_types() override {
+        const Attributes& n = attributes;
+        const bool known = (n.bits == 4 || n.bits == 8) && (n.scale_bits == 16 || n.scale_bits == 32) &&
+                           (n.activation_bits == 8 || n.activation_bits == 32);
+        NODE_VALIDATION_CHECK(this, known, "bits=", n.bits, ", scale_bits=", n.scale_bits, ", activation_bits=",
+                              n.activation_bits);
+        NODE_VALIDATION_CHECK(this, n.in_features > 0 && n.out_features > 0 && n.group_size > 0 &&
+                                        n.group_size % PackedLinear::kColumns == 0 &&
+                                        n.in_features % n.group_size == 0,
+                              "in_features=", n.in_features, ", out_features=", n.out_features, ", group_size=",
+                              n.group_size);
+        NODE_VALIDATION_CHECK(this, get_input_size() == 3, "has ", get_input_size(), " inputs, want 3");
+        const PackedLinear l = linear();
+        check_input(0, "x", {ov::element::f32}, {ov::Dimension::dynamic(), n.in_features});
+        check_input(1, "weights", {ov::element::u8}, {l.row_blocks(), l.block_bytes()});
+        check_input(2, "bias", {ov::element::f32}, {ov::Dimension::dynamic()});
+        const ov::Dimension bias = get_input_partial_shape(2)[0];
+        NODE_VALIDATION_CHECK(this, bias.compatible(1) || bias.compatible(n.out_features), "bias has ", bias,
+                              " elements, want ", n.out_features, " or one zero");
+        set_output_type(0, ov::element::f32, {get_input_partial_shape(0)[0], n.out_features});
+    }
+
+    std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector& inputs) const override {
+        auto copy = std::make_shared<PackedLinearOp>(*this);
+        copy->set_arguments(inputs);
+        copy->validate_and_infer_types();
+        return copy;
+    }
+
+    bool has_evaluate() const override { return true; }
+
+    bool evaluate(ov::TensorVector& out, const ov::TensorVector& in) const override {
+        PackedLinear l = linear();
+        l.num_rows = in[0].get_shape()[0];
+        l.x = in[0].data<const float>();
+        l.weights = in[1].data<const uint8_t>();
+        // a single zero stands for none
+        l.bias = in[2].get_size() == size_t(l.out_features) ? in[2].data<const float>() : nullptr;
+        out[0].set_shape({size_t(l.num_rows), size_t(l.out_features)});
+        l.out = out[0].data<float>();
+        packed_linear(l, run_parallel);
+        return true;
+    }
+
+private:
+    struct Attributes {
+        int64_t in_features = 32, out_features = 1, bits = 8, zero_point = 0, group_size = 32, scale_bits = 32;
+        int64_t has_minimums = 0, activation_bits = 8;
+    } attributes;
+
+    PackedLinear linear() const {
+        PackedLinear l{};
+        l.in_features = attributes.in_features;
+        l.out_features = attributes.out_features;
+        l.group_size = attributes.group_size;
+        l.bits = int(attributes.bits);
+        l.zero_point = int(attributes.zero_point);
+        l.scale_bytes = int(attributes.scale_bits / 8);
+        l.has_minimums = attributes.has_minimums != 0;
+        l.int8_activations = attributes.activation_bits == 8;
+        return l;
+    }
+};
+
 }  // namespace trtforge
 
 OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>({
     std::make_shared<ov::OpExtension<trtforge::KVCacheUpdate>>(),
     std::make_shared<ov::OpExtension<trtforge::PagedAttention>>(),
+    std::make_shared<ov::OpExtension<trtforge::PackedLinearOp>>(),
 }));
 
 // For tests: which instruction set runs ("" for the best one); 0 if this CPU lacks it.
@@ -272,3 +353,14 @@ extern "C" __attribute__((visibility("default"))) int trtforge_cpu_force_isa(con
 }
 
 extern "C" __attribute__((visibility("default"))) const char* trtforge_cpu_isa() { return trtforge::kernels().isa; }
+
+// For benchmarks: one linear in an arena of its own. sizes: rows, in_features, out_features, group_size, bits,
+// zero_point, scale_bytes, has_minimums, int8_activations.
+extern "C" __attribute__((visibility("default"))) void trtforge_cpu_packed_linear(
+    const int64_t sizes[9], const float* x, const uint8_t* weights, float* out, int threads) {
+    static tbb::task_arena arena(threads);
+    const trtforge::PackedLinear l{sizes[0],      sizes[1],      sizes[2],      sizes[3], int(sizes[4]), int(sizes[5]),
+                                   int(sizes[6]), sizes[7] != 0, sizes[8] != 0, x,        weights,       nullptr,
+                                   out};
+    arena.execute([&] { trtforge::packed_linear(l, trtforge::run_parallel); });
+}

@@ -24,4 +24,16 @@ PACKED_LINEAR = OpDef(
     body=None,
 )
 
-CPU_OPS: dict[str, OpDef] = {op.name: op for op in (PACKED_LINEAR,)}
+PACKED_EMBEDDING = OpDef(
+    name="PackedEmbedding",
+    doc="QuantEmbedding on weights in that layout, which a PackedLinear may share.",
+    inputs=(
+        Port("token_ids", "INT32", ("T",), "the rows that are wanted, each below out_features"),
+        Port("weights", "UINT8", ("row_blocks", "block_bytes"), "packed codes, scales and minimums"),
+    ),
+    outputs=(Port("y", "FLOAT", ("T", "in_features"), "as QuantEmbedding's"),),
+    attributes=tuple(a for a in PACKED_LINEAR.attributes if a.name != "activation_bits"),
+    body=None,
+)
+
+CPU_OPS: dict[str, OpDef] = {op.name: op for op in (PACKED_EMBEDDING, PACKED_LINEAR)}

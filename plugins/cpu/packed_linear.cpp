@@ -1,0 +1,196 @@
+// PackedLinear: some rows of x times one row block of the weights. Compiled once per instruction set.
+//
+// Each output is a sum over the groups of 32 columns from the left, whatever rows are taken together:
+// sum += dot * (scale * unit); sum += minimum * (sum of x). So a row's result does not depend on the other rows.
+#include "linear_dot.hpp"
+
+namespace trtforge {
+namespace TRTFORGE_ISA {
+namespace {
+
+constexpr int kVectors = PackedLinear::kRows / kLanes;  // of a row block's rows
+
+#if defined(__AVX512VNNI__)
+constexpr int kTileRows = 8;
+#else
+constexpr int kTileRows = 4;
+#endif
+constexpr int kFloatTileRows = 4;
+
+static inline bool uses_integers(const PackedLinear& l) {
+#if defined(__AVX2__)
+    return l.int8_activations;
+#else
+    (void)l;
+    return false;
+#endif
+}
+
+// --- activations -------------------------------------------------------------------------------------------------
+
+struct Rounded {
+    f32x8 codes[4];
+    float unit;
+    int32_t sum;
+};
+
+// 32 elements to int8: the arithmetic of the op's body, bit for bit. A NaN makes the unit a NaN.
+static inline Rounded round_group(const float* x) {
+    i32x8 largest_bits = {};
+    for (int i = 0; i < 4; i++) {
+        const i32x8 bits = as_int(load(x + 8 * i)) & 0x7fffffff;  // of floats without sign: ordered as integers
+        largest_bits = bits > largest_bits ? bits : largest_bits;
+    }
+    int32_t most = 0;
+    for (int i = 0; i < 8; i++) most = largest_bits[i] > most ? largest_bits[i] : most;
+    float largest;
+    memcpy(&largest, &most, 4);
+    Rounded r;
+    r.unit = largest < 1e-30f ? 1.0f : largest / 127.0f;
+    i32x8 sums = {};
+    for (int i = 0; i < 4; i++) {
+        r.codes[i] = round8(load(x + 8 * i) / splat(r.unit));
+        sums += to_int(r.codes[i]);
+    }
+    r.sum = 0;
+    for (int i = 0; i < 8; i++) r.sum += sums[i];
+    return r;
+}
+
+static inline void store_codes(const Rounded& r, int8_t* codes) {
+#if defined(__AVX2__)
+    const __m256i a = _mm256_packs_epi32((__m256i)to_int(r.codes[0]), (__m256i)to_int(r.codes[1]));
+    const __m256i b = _mm256_packs_epi32((__m256i)to_int(r.codes[2]), (__m256i)to_int(r.codes[3]));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((__m256i*)codes, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(a, b), order));
+#else
+    for (int i = 0; i < 32; i++) codes[i] = (int8_t)r.codes[i / 8][i % 8];
+#endif
+}
+
+static inline void prepare(const PackedLinear& l, const float* x, IntegerBlock* block) {
+#if defined(__AVX2__)
+    const int bias = l.bits == 4 ? IntegerDot<4>::kBias : IntegerDot<8>::kBias;
+#else
+    const int bias = 0;
+#endif
+    const Rounded r = round_group(x);
+    store_codes(r, block->codes);
+    block->unit = r.unit;
+    block->sum = r.unit * (float)r.sum;
+    block->offset = -(l.zero_point - bias) * r.sum;
+}
+
+static inline void prepare(const PackedLinear& l, const float* x, FloatBlock* block) {
+    if (l.int8_activations) {
+        const Rounded r = round_group(x);
+        for (int i = 0; i < 4; i++) store(block->values + 8 * i, r.codes[i]);
+        block->unit = r.unit;
+        block->sum = r.unit * (float)r.sum;
+    } else {
+        memcpy(block->values, x, sizeof block->values);
+        block->unit = 1.0f;
+        block->sum = sum8((load(x) + load(x + 8)) + (load(x + 16) + load(x + 24)));
+    }
+}
+
+// prepared: [in_features / 32, tile.count] blocks
+template <class Block>
+static void prepare_rows(const PackedLinear& l, RowTile tile, Block* prepared) {
+    for (int64_t m = 0; m < tile.count; m++) {
+        const float* const x = l.x + (tile.first + m) * l.in_features;
+        for (int64_t b = 0; b < l.in_features / 32; b++) prepare(l, x + 32 * b, prepared + b * tile.count + m);
+    }
+}
+
+// --- products ----------------------------------------------------------------------------------------------------
+
+// H vectors of weights, from row `first` of the row block, with M rows of x.
+template <class Dot, int Bits, int H, int M>
+static TRTFORGE_INLINE void multiply_part(const PackedLinear& l, const uint8_t* weights, int first,
+                                          const typename Dot::Block* x, lanes_f acc[H][M]) {
+    constexpr int64_t kBlockBytes = PackedLinear::kRows * PackedLinear::kColumns * Bits / 8;
+    const uint8_t* codes = weights + 4 * first;
+    const uint8_t* scales = weights + l.code_bytes() + l.scale_bytes * first;
+    const uint8_t* minimums = l.has_minimums ? scales + l.scales_bytes() : nullptr;
+    const int64_t groups = l.in_features / l.group_size, blocks = l.group_size / PackedLinear::kColumns;
+    const int64_t scale_row = PackedLinear::kRows * l.scale_bytes;
+    for (int64_t g = 0; g < groups; g++) {
+        lanes_f scale[H], minimum[H] = {};
+        for (int h = 0; h < H; h++) {
+            scale[h] = load_scales(scales + l.scale_bytes * kLanes * h, l.scale_bytes);
+            if (minimums) minimum[h] = load_scales(minimums + l.scale_bytes * kLanes * h, l.scale_bytes);
+        }
+        scales += scale_row;
+        if (minimums) minimums += scale_row;
+        for (int64_t b = 0; b < blocks; b++) {
+            typename Dot::Sum sums[H][M] = {};
+            Dot::template add<H, M>(codes, l.zero_point, x, sums);
+            for (int h = 0; h < H; h++)
+                for (int m = 0; m < M; m++) {
+                    const lanes_f dot = Dot::finish(sums[h][m], x[m]);
+                    acc[h][m] = lane_madd(dot, scale[h] * lane_splat(x[m].unit), acc[h][m]);
+                    if (minimums) acc[h][m] = lane_madd(minimum[h], lane_splat(x[m].sum), acc[h][m]);
+                }
+            codes += kBlockBytes;
+            x += M;
+        }
+    }
+}
+
+static inline void put(const PackedLinear& l, int64_t row, int64_t column, lanes_f v) {
+    float* const out = l.out + row * l.out_features + column;
+    const int64_t count = l.out_features - column;
+    float lanes[kLanes];
+    memcpy(lanes, &v, sizeof v);
+    for (int64_t i = 0; i < kLanes && i < count; i++) out[i] = l.bias ? lanes[i] + l.bias[column + i] : lanes[i];
+}
+
+template <class Dot, int Bits, int M>
+static void multiply_rows(const PackedLinear& l, int64_t first_row, const uint8_t* prepared, int64_t row_block) {
+    // Few rows wait for memory: take all of a row block as it comes. With more the sums need the registers.
+    constexpr int H = M <= 2 ? kVectors : 1;
+    const auto* const x = (const typename Dot::Block*)prepared;
+    const uint8_t* const weights = l.weights + row_block * l.block_bytes();
+    for (int part = 0; part < kVectors; part += H) {
+        lanes_f acc[H][M] = {};
+        multiply_part<Dot, Bits, H, M>(l, weights, part * kLanes, x, acc);
+        for (int m = 0; m < M; m++)
+            for (int h = 0; h < H; h++)
+                put(l, first_row + m, row_block * PackedLinear::kRows + (part + h) * kLanes, acc[h][m]);
+    }
+}
+
+template <class Dot, int Bits, int M>
+static void multiply_up_to(const PackedLinear& l, RowTile tile, const uint8_t* prepared, int64_t row_block) {
+    if (tile.count == M) return multiply_rows<Dot, Bits, M>(l, tile.first, prepared, row_block);
+    if constexpr (M > 1) multiply_up_to<Dot, Bits, M - 1>(l, tile, prepared, row_block);
+}
+
+}  // namespace
+
+int64_t linear_tile_rows(const PackedLinear& l) { return uses_integers(l) ? kTileRows : kFloatTileRows; }
+
+int64_t linear_row_bytes(const PackedLinear& l) {
+    const int64_t block = uses_integers(l) ? sizeof(IntegerBlock) : sizeof(FloatBlock);
+    return l.in_features / PackedLinear::kColumns * block;
+}
+
+void prepare_tile(const PackedLinear& l, RowTile tile, uint8_t* prepared) {
+    if (uses_integers(l)) return prepare_rows(l, tile, (IntegerBlock*)prepared);
+    prepare_rows(l, tile, (FloatBlock*)prepared);
+}
+
+void multiply_tile(const PackedLinear& l, RowTile tile, const uint8_t* prepared, int64_t row_block) {
+#if defined(__AVX2__)
+    if (uses_integers(l)) {
+        if (l.bits == 4) return multiply_up_to<IntegerDot<4>, 4, kTileRows>(l, tile, prepared, row_block);
+        return multiply_up_to<IntegerDot<8>, 8, kTileRows>(l, tile, prepared, row_block);
+    }
+#endif
+    if (l.bits == 4) return multiply_up_to<FloatDot<4>, 4, kFloatTileRows>(l, tile, prepared, row_block);
+    multiply_up_to<FloatDot<8>, 8, kFloatTileRows>(l, tile, prepared, row_block);
+}
+
+}  // namespace TRTFORGE_ISA
+}  // namespace trtforge
