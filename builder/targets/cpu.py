@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trtforge.builder.graph import save_graph
+from trtforge.builder.passes.pack_linears import pack_linears
 from trtforge.builder.targets import Progress
 from trtforge.plugins import DOMAIN, DOMAIN_VERSION
 from trtforge.plugins import cpu as plugin
@@ -75,7 +76,7 @@ def lower(graph: "ir.Model") -> "ir.Model":
     model.functions.clear()
     for node in list(model.graph):
         _bare_gate(node)
-    return model
+    return pack_linears(model)
 
 
 def _bare_gate(gated: "ir.Node") -> None:

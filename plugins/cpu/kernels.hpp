@@ -81,6 +81,8 @@ using Parallel = std::function<void(int64_t count, const std::function<void(int6
 void kv_cache_update(const CacheUpdate&, const Parallel&);
 void paged_attention(const Attention&, const Parallel&);
 void packed_linear(const PackedLinear&, const Parallel&);
+// out [num_rows, in_features] = some rows of the weights, by their ids [num_rows], all below out_features
+void packed_embedding(const PackedLinear& table, const int32_t* row_ids, const Parallel&);
 
 // What is wrong with the indices in a node's inputs, or nullptr; nothing may be run if there is something.
 const char* find_fault(const CacheUpdate&);
