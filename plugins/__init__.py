@@ -8,4 +8,6 @@ from trtforge.plugins.quant_linear import QUANT_LINEAR
 
 __all__ = ["DOMAIN", "DOMAIN_VERSION", "OPS", "OPSET", "OpDef"]
 
-OPS: dict[str, OpDef] = {op.name: op for op in (KV_CACHE_UPDATE, PAGED_ATTENTION, QUANT_EMBEDDING, QUANT_LINEAR)}
+OPS: dict[str, OpDef] = {
+    op.name: op for op in (KV_CACHE_UPDATE, PAGED_ATTENTION, QUANT_EMBEDDING, QUANT_LINEAR)
+}

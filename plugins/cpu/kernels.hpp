@@ -66,10 +66,13 @@ struct PackedLinear {
     float* out;              // [num_rows, out_features]
 
     TRTFORGE_INLINE int64_t row_blocks() const { return (out_features + kRows - 1) / kRows; }
-    TRTFORGE_INLINE int64_t code_bytes() const { return in_features * kRows * bits / 8; }
-    TRTFORGE_INLINE int64_t scales_bytes() const { return in_features / group_size * kRows * scale_bytes; }
+    // A row block is its groups one after the other: codes, scales [kRows], minimums [kRows].
+    TRTFORGE_INLINE int64_t code_bytes() const { return group_size * kRows * bits / 8; }
+    TRTFORGE_INLINE int64_t group_bytes() const {
+        return code_bytes() + kRows * scale_bytes * (has_minimums ? 2 : 1);
+    }
     TRTFORGE_INLINE int64_t block_bytes() const {
-        return (code_bytes() + scales_bytes() * (has_minimums ? 2 : 1) + 63) / 64 * 64;
+        return (in_features / group_size * group_bytes() + 63) / 64 * 64;
     }
 
     static constexpr int64_t kRows = 16, kColumns = 32;  // interleaved rows, and columns that lie together

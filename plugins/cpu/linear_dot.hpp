@@ -1,8 +1,8 @@
 // Products of 32 columns of a row block (16 rows, packing.py) with some rows of x, per instruction set.
 //
 // A "dot" has: Block, 32 prepared columns of one row of x; Sum, the running products of kLanes rows of weights with
-// one of x; and add(), which takes 32 columns of M rows of x and H vectors of kLanes rows of weights. Products of
-// int8 activations are exact integers, so they are the same in every instruction set.
+// one of x; start(), add(), which takes 32 columns of M rows of x and H vectors of kLanes rows of weights, and
+// finish(). Products of int8 activations are exact integers, so they are the same in every instruction set.
 #pragma once
 
 #include "kernels.hpp"
@@ -19,6 +19,7 @@ typedef int32_t lanes_i __attribute__((vector_size(64)));
 static inline lanes_f lane_madd(lanes_f a, lanes_f b, lanes_f c) {
     return (lanes_f)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
+static inline lanes_f lane_splat(float x) { return (lanes_f)_mm512_set1_ps(x); }
 static inline lanes_f load_half(const uint8_t* p) {
     return (lanes_f)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 }
@@ -27,10 +28,10 @@ constexpr int kLanes = 8;
 typedef f32x8 lanes_f;
 typedef i32x8 lanes_i;
 static inline lanes_f lane_madd(lanes_f a, lanes_f b, lanes_f c) { return madd(a, b, c); }
+static inline lanes_f lane_splat(float x) { return splat(x); }
 static inline lanes_f load_half(const uint8_t* p) { return Fp16::decode(p); }
 #endif
 
-static inline lanes_f lane_splat(float x) { return lanes_f{} + x; }
 static inline lanes_i load_lanes(const uint8_t* p) { return load_as<lanes_i>(p); }
 static inline lanes_f load_scales(const uint8_t* p, int bytes) {
     return bytes == 2 ? load_half(p) : load_as<lanes_f>(p);
@@ -70,6 +71,7 @@ struct FloatDot {
             }
     }
 
+    static TRTFORGE_INLINE Sum start(const Block&) { return Sum{}; }
     static TRTFORGE_INLINE lanes_f finish(Sum sum, const Block&) { return sum; }
 
 private:
@@ -101,9 +103,8 @@ struct IntegerDot {
         }
     }
 
-    static TRTFORGE_INLINE lanes_f finish(Sum sum, const Block& x) {
-        return (lanes_f)_mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(x.offset)));
-    }
+    static TRTFORGE_INLINE Sum start(const Block& x) { return _mm512_set1_epi32(x.offset); }
+    static TRTFORGE_INLINE lanes_f finish(Sum sum, const Block&) { return (lanes_f)_mm512_cvtepi32_ps(sum); }
 
 private:
     static TRTFORGE_INLINE __m512i columns(const Block& x, int chunk) {
@@ -146,6 +147,7 @@ struct IntegerDot<4> {
             }
     }
 
+    static TRTFORGE_INLINE Sum start(const Block&) { return _mm256_setzero_si256(); }
     static TRTFORGE_INLINE lanes_f finish(Sum sum, const Block& x) {
         const __m256i wide = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
         return (lanes_f)_mm256_cvtepi32_ps(_mm256_add_epi32(wide, _mm256_set1_epi32(x.offset)));
@@ -173,9 +175,8 @@ struct IntegerDot<8> {
             }
     }
 
-    static TRTFORGE_INLINE lanes_f finish(Sum sum, const Block& x) {
-        return (lanes_f)_mm256_cvtepi32_ps(_mm256_add_epi32(sum, _mm256_set1_epi32(x.offset)));
-    }
+    static TRTFORGE_INLINE Sum start(const Block& x) { return _mm256_set1_epi32(x.offset); }
+    static TRTFORGE_INLINE lanes_f finish(Sum sum, const Block&) { return (lanes_f)_mm256_cvtepi32_ps(sum); }
 };
 
 #endif

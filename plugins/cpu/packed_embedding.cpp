@@ -46,11 +46,11 @@ void packed_embedding(const PackedLinear& table, const int32_t* row_ids, const P
         const uint8_t* const block = t.weights + row_ids[i] / t.kRows * t.block_bytes();
         float* const out = t.out + i * t.in_features;
         for (int64_t k = 0; k < t.in_features; k += t.kColumns) {
-            load_codes(block + k * t.kRows * t.bits / 8, row, t.bits, t.zero_point, out + k);
-            const int64_t at = t.code_bytes() + (k / t.group_size * t.kRows + row) * t.scale_bytes;
-            const float scale = load_scale(block + at, t.scale_bytes);
-            const float minimum =
-                t.has_minimums ? load_scale(block + at + t.scales_bytes(), t.scale_bytes) : 0.0f;
+            const uint8_t* const group = block + k / t.group_size * t.group_bytes();
+            load_codes(group + k % t.group_size * t.kRows * t.bits / 8, row, t.bits, t.zero_point, out + k);
+            const uint8_t* const at = group + t.code_bytes() + row * t.scale_bytes;
+            const float scale = load_scale(at, t.scale_bytes);
+            const float minimum = t.has_minimums ? load_scale(at + t.kRows * t.scale_bytes, t.scale_bytes) : 0.0f;
             for (int64_t j = k; j < k + t.kColumns; j++) out[j] = out[j] * scale + minimum;
         }
     });

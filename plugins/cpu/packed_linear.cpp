@@ -105,45 +105,50 @@ static void prepare_rows(const PackedLinear& l, RowTile tile, Block* prepared) {
 
 // --- products ----------------------------------------------------------------------------------------------------
 
+// How far ahead weights are asked for: more than memory answers late.
+constexpr int64_t kAhead = 2048;
+
 // H vectors of weights, from row `first` of the row block, with M rows of x.
 template <class Dot, int Bits, int H, int M>
 static TRTFORGE_INLINE void multiply_part(const PackedLinear& l, const uint8_t* weights, int first,
                                           const typename Dot::Block* x, lanes_f acc[H][M]) {
     constexpr int64_t kBlockBytes = PackedLinear::kRows * PackedLinear::kColumns * Bits / 8;
-    const uint8_t* codes = weights + 4 * first;
-    const uint8_t* scales = weights + l.code_bytes() + l.scale_bytes * first;
-    const uint8_t* minimums = l.has_minimums ? scales + l.scales_bytes() : nullptr;
     const int64_t groups = l.in_features / l.group_size, blocks = l.group_size / PackedLinear::kColumns;
-    const int64_t scale_row = PackedLinear::kRows * l.scale_bytes;
-    for (int64_t g = 0; g < groups; g++) {
+    const int64_t code_bytes = l.code_bytes(), group_bytes = l.group_bytes(), scale_bytes = l.scale_bytes;
+    for (int64_t g = 0; g < groups; g++, weights += group_bytes) {
+        const uint8_t* const scales = weights + code_bytes + scale_bytes * first;
         lanes_f scale[H], minimum[H] = {};
-        for (int h = 0; h < H; h++) {
-            scale[h] = load_scales(scales + l.scale_bytes * kLanes * h, l.scale_bytes);
-            if (minimums) minimum[h] = load_scales(minimums + l.scale_bytes * kLanes * h, l.scale_bytes);
-        }
-        scales += scale_row;
-        if (minimums) minimums += scale_row;
-        for (int64_t b = 0; b < blocks; b++) {
-            typename Dot::Sum sums[H][M] = {};
-            Dot::template add<H, M>(codes, l.zero_point, x, sums);
+        for (int h = 0; h < H; h++) scale[h] = load_scales(scales + scale_bytes * kLanes * h, scale_bytes);
+        if (l.has_minimums)
             for (int h = 0; h < H; h++)
-                for (int m = 0; m < M; m++) {
-                    const lanes_f dot = Dot::finish(sums[h][m], x[m]);
-                    acc[h][m] = lane_madd(dot, scale[h] * lane_splat(x[m].unit), acc[h][m]);
-                    if (minimums) acc[h][m] = lane_madd(minimum[h], lane_splat(x[m].sum), acc[h][m]);
-                }
-            codes += kBlockBytes;
-            x += M;
+                minimum[h] = load_scales(scales + scale_bytes * (PackedLinear::kRows + kLanes * h), scale_bytes);
+        __builtin_prefetch(scales + kAhead);
+        for (int64_t b = 0; b < blocks; b++, x += M) {
+            const uint8_t* const codes = weights + kBlockBytes * b;
+            for (int64_t line = 0; line < kBlockBytes; line += 64) __builtin_prefetch(codes + kAhead + line);
+            typename Dot::Sum sums[H][M];
+            for (int h = 0; h < H; h++)
+                for (int m = 0; m < M; m++) sums[h][m] = Dot::start(x[m]);
+            Dot::template add<H, M>(codes + 4 * first, l.zero_point, x, sums);
+            for (int h = 0; h < H; h++)
+                for (int m = 0; m < M; m++)
+                    acc[h][m] = lane_madd(Dot::finish(sums[h][m], x[m]), scale[h] * lane_splat(x[m].unit), acc[h][m]);
+            if (!l.has_minimums) continue;
+            for (int h = 0; h < H; h++)
+                for (int m = 0; m < M; m++) acc[h][m] = lane_madd(minimum[h], lane_splat(x[m].sum), acc[h][m]);
         }
     }
 }
 
-static inline void put(const PackedLinear& l, int64_t row, int64_t column, lanes_f v) {
+static TRTFORGE_INLINE void put(const PackedLinear& l, int64_t row, int64_t column, lanes_f v) {
     float* const out = l.out + row * l.out_features + column;
     const int64_t count = l.out_features - column;
-    float lanes[kLanes];
-    memcpy(lanes, &v, sizeof v);
-    for (int64_t i = 0; i < kLanes && i < count; i++) out[i] = l.bias ? lanes[i] + l.bias[column + i] : lanes[i];
+    if (count >= kLanes) {
+        if (l.bias) v += load_as<lanes_f>((const uint8_t*)(l.bias + column));
+        store_as((uint8_t*)out, v);
+    } else {
+        for (int64_t i = 0; i < count; i++) out[i] = l.bias ? v[i] + l.bias[column + i] : v[i];
+    }
 }
 
 template <class Dot, int Bits, int M>

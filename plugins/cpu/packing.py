@@ -1,13 +1,13 @@
 """The layout of a linear's weights that the CPU kernel reads: one tensor of bytes per linear, made once per build.
 
 Rows (output features) are interleaved by 16, so that a vector register holds four successive codes of each of 16
-(or half of them, of 8) rows. A row block is, with G = K / group_size and everything little-endian,
+(or half of them, of 8) rows. A row block is its groups of columns one after the other, padded with zeros to a
+multiple of 64 bytes, so that weights are read from front to back. A group is, everything little-endian,
 
-    codes    K / 32 groups of 32 columns; 8-bit: column 4 c + j of row r at byte 64 c + 4 r + j (512 bytes);
+    codes    32 columns after 32 columns; 8-bit: column 4 c + j of row r at byte 64 c + 4 r + j (512 bytes);
              4-bit: the same with chunks c = 0..3 in the low halves of 256 bytes, c = 4..7 in the high halves
-    scales   [G, 16] of FP16 or FP32
-    minimums [G, 16] likewise, if there are any
-    padding  zeros up to a multiple of 64 bytes
+    scales   [16] of FP16 or FP32
+    minimums [16] likewise, if there are any
 
 Signed codes are stored with 8 or 128 added, so all are unsigned. Rows past out_features are zeros.
 """
@@ -44,11 +44,14 @@ class PackedLayout:
     @property
     def shape(self) -> tuple[int, int]:
         """(row blocks, bytes of each)."""
-        parts = 2 if self.has_minimums else 1
-        codes = self.in_features * ROWS * self.bits // 8
-        scales = self.in_features // self.group_size * ROWS * self.scale_bits // 8 * parts
-        block = -(-(codes + scales) // _ALIGNMENT) * _ALIGNMENT
+        block = -(-(self.in_features // self.group_size * self.group_bytes) // _ALIGNMENT) * _ALIGNMENT
         return -(-self.out_features // ROWS), block
+
+    @property
+    def group_bytes(self) -> int:
+        """Of a row block's codes, scales and minimums of group_size columns."""
+        numbers = self.scale_bits // 8 * (2 if self.has_minimums else 1)
+        return ROWS * (self.group_size * self.bits // 8 + numbers)
 
     def attributes(self, activation_bits: int) -> dict[str, int]:
         """Of the PackedLinear node."""
@@ -91,16 +94,15 @@ def pack(
         part = slice(first * ROWS, (first + slab) * ROWS)
         rows = np.asarray(codes[part])
         blocks = -(-len(rows) // ROWS)
-        chosen = out[first : first + blocks]
-        at = _put(chosen, 0, _interleave(rows, layout))
-        for values in (scales, minimums):
-            if values is not None:
-                at = _put(chosen, at, _transpose(values[part], layout))
+        parts = [_interleave(rows, layout)]
+        parts += [_transpose(values[part], layout) for values in (scales, minimums) if values is not None]
+        groups = np.concatenate(parts, axis=2).reshape(blocks, -1)
+        out[first : first + blocks, : groups.shape[1]] = groups
     return out
 
 
 def _interleave(rows: NDArray[Any], layout: PackedLayout) -> NDArray[np.uint8]:
-    """Codes [rows, K] -> bytes [row blocks, K * 16 * bits / 8]."""
+    """Codes [rows, K] -> bytes [row blocks, G, group_size * 16 * bits / 8]."""
     import numpy as np
 
     unsigned = rows.astype(np.int16 if layout.zero_point else np.uint8)
@@ -110,18 +112,18 @@ def _interleave(rows: NDArray[Any], layout: PackedLayout) -> NDArray[np.uint8]:
     if layout.bits == 4:
         low, high = chunks[:, :, : COLUMNS // 8], chunks[:, :, COLUMNS // 8 :]
         chunks = low | high << 4
-    return chunks.reshape(len(chunks), -1)
+    return chunks.reshape(len(chunks), layout.in_features // layout.group_size, -1)
 
 
 def _transpose(values: NDArray[Any], layout: PackedLayout) -> NDArray[np.uint8]:
-    """[rows, G] of floats -> bytes [row blocks, G * 16 * scale_bits / 8]."""
+    """[rows, G] of floats -> bytes [row blocks, G, 16 * scale_bits / 8]."""
     import numpy as np
 
     assert values.shape[1] == layout.in_features // layout.group_size, values.shape
     wanted = {16: np.float16, 32: np.float32}[layout.scale_bits]
     assert values.dtype == wanted, (values.dtype, layout.scale_bits)
     blocks = _pad(np.asarray(values)).reshape(-1, ROWS, values.shape[1]).transpose(0, 2, 1)
-    return np.ascontiguousarray(blocks).view(np.uint8).reshape(len(blocks), -1)
+    return np.ascontiguousarray(blocks).view(np.uint8)
 
 
 def _pad(rows: NDArray[Any]) -> NDArray[Any]:
@@ -130,8 +132,3 @@ def _pad(rows: NDArray[Any]) -> NDArray[Any]:
 
     missing = -len(rows) % ROWS
     return np.concatenate([rows, np.zeros((missing, rows.shape[1]), rows.dtype)]) if missing else rows
-
-
-def _put(blocks: NDArray[np.uint8], at: int, part: NDArray[np.uint8]) -> int:
-    blocks[:, at : at + part.shape[1]] = part
-    return at + part.shape[1]
