@@ -100,7 +100,10 @@ class Kernel:
         from onnx import numpy_helper
 
         packed = pack(case.layout, weights.codes, weights.scales, weights.minimums)
-        constants = [numpy_helper.from_array(packed, "weights"), numpy_helper.from_array(weights.bias, "bias")]
+        constants = [
+            numpy_helper.from_array(packed, "weights"),
+            numpy_helper.from_array(weights.bias, "bias"),
+        ]
         attributes = case.layout.attributes(case.activation_bits)
         self.model = _model("PackedLinear", ["x", "weights", "bias"], attributes, constants, case)
         config = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}

@@ -37,6 +37,16 @@ static inline lanes_f load_scales(const uint8_t* p, int bytes) {
     return bytes == 2 ? load_half(p) : load_as<lanes_f>(p);
 }
 
+// Computes a sum here and now. Else GCC puts off additions until it has all products of 32 columns in memory.
+template <class V>
+static TRTFORGE_INLINE void settle(V& sum) {
+#if defined(__x86_64__)
+    __asm__("" : "+x"(sum));
+#else
+    (void)sum;
+#endif
+}
+
 // 32 int8 columns of a row of x: x is about codes * unit. sum: of codes * unit. offset: what is to be added to the
 // dot of the codes as the kernel sees them, since the weights' stored codes are not around zero.
 struct IntegerBlock {
@@ -143,6 +153,7 @@ struct IntegerDot<4> {
                     const __m256i a = _mm256_maddubs_epi16(w, columns(x[m], i));
                     const __m256i b = _mm256_maddubs_epi16(high, columns(x[m], i + 4));
                     sums[h][m] = _mm256_add_epi16(sums[h][m], _mm256_add_epi16(a, b));
+                    settle(sums[h][m]);
                 }
             }
     }
@@ -171,6 +182,7 @@ struct IntegerDot<8> {
                 for (int m = 0; m < M; m++) {
                     const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(columns(x[m], i), w));
                     sums[h][m] = _mm256_add_epi32(sums[h][m], _mm256_madd_epi16(pairs, ones));
+                    settle(sums[h][m]);
                 }
             }
     }

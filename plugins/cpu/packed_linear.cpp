@@ -152,7 +152,7 @@ static TRTFORGE_INLINE void put(const PackedLinear& l, int64_t row, int64_t colu
 }
 
 template <class Dot, int Bits, int M>
-static void multiply_rows(const PackedLinear& l, int64_t first_row, const uint8_t* prepared, int64_t row_block) {
+static __attribute__((noinline)) void multiply_rows(const PackedLinear& l, int64_t first_row, const uint8_t* prepared, int64_t row_block) {
     // Few rows wait for memory: take all of a row block as it comes. With more the sums need the registers.
     constexpr int H = M <= 2 ? kVectors : 1;
     const auto* const x = (const typename Dot::Block*)prepared;
