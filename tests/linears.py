@@ -12,7 +12,7 @@ from trtforge.plugins import DOMAIN, DOMAIN_VERSION, OPS, OPSET
 from trtforge.plugins.cpu.packing import PackedLayout, pack, packed_layout
 
 Array = NDArray[Any]
-_CODES = {"UINT4": (0, 16), "INT4": (-8, 8), "UINT8": (0, 256), "INT8": (-128, 128)}
+CODES = {"UINT4": (0, 16), "INT4": (-8, 8), "UINT8": (0, 256), "INT8": (-128, 128)}
 _SCALES = {"FLOAT16": np.float16, "FLOAT": np.float32}
 
 
@@ -55,7 +55,7 @@ class Weights:
 def make_weights(case: Case, rng: np.random.Generator) -> Weights:
     """All codes of the type occur; the sizes are those of a model's weights."""
     rows, columns = case.shape
-    low, high = _CODES[case.code_type]
+    low, high = CODES[case.code_type]
     codes = rng.integers(low, high, case.shape).astype(np.int8 if low else np.uint8)
     groups, dtype = (rows, columns // case.group), _SCALES[case.scale_type]
     scales = (rng.uniform(0.01, 0.1, groups) * rng.choice([-1, 1], groups) / (high - low)).astype(dtype)
@@ -75,7 +75,18 @@ def round_activations(x: NDArray[np.float32]) -> NDArray[np.float32]:
 def run_body(case: Case, weights: Weights, x: NDArray[np.float32]) -> NDArray[np.float32]:
     """The op's definition."""
     import onnxruntime
-    from onnx import helper, numpy_helper
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    session = onnxruntime.InferenceSession(
+        body_model(case, weights).SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return np.asarray(session.run(None, {"x": x})[0])
+
+
+def body_model(case: Case, weights: Weights) -> Any:
+    """The one-node ONNX model with the op's function."""
+    from onnx import numpy_helper
 
     minimums = np.zeros((1, 1), weights.scales.dtype) if weights.minimums is None else weights.minimums
     four_bits = {"UINT4": ml_dtypes.uint4, "INT4": ml_dtypes.int4}.get(case.code_type)
@@ -85,12 +96,7 @@ def run_body(case: Case, weights: Weights, x: NDArray[np.float32]) -> NDArray[np
     initializers = [numpy_helper.from_array(array, name) for name, array in constants.items()]
     model = _model("QuantLinear", ["x", *constants], attributes, initializers, case)
     model.functions.append(OPS["QuantLinear"].function())
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return np.asarray(session.run(None, {"x": x})[0])
+    return model
 
 
 class Kernel:
@@ -114,6 +120,16 @@ class Kernel:
     def __call__(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         self._request.infer([np.ascontiguousarray(x)])
         return np.array(self._request.get_output_tensor(0).data)
+
+
+def packed_model(case: Case, weights: Weights) -> Any:
+    """The one-node ONNX model as the CPU target lowers it."""
+    from onnx import numpy_helper
+
+    packed = pack(case.layout, weights.codes, weights.scales, weights.minimums)
+    constants = [numpy_helper.from_array(packed, "weights"), numpy_helper.from_array(weights.bias, "bias")]
+    attributes = case.layout.attributes(case.activation_bits)
+    return _model("PackedLinear", ["x", "weights", "bias"], attributes, constants, case)
 
 
 def _model(op: str, inputs: list[str], attributes: dict[str, int], constants: list[Any], case: Case) -> Any:
