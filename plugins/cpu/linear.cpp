@@ -10,6 +10,8 @@ namespace {
 
 // Prepared activations of as many rows as stay in the second-level cache while the weights pass by.
 constexpr int64_t kCachedBytes = 256 << 10;
+// Row blocks that the tiles of a chunk go over one after the other, out of the second-level cache too.
+constexpr int64_t kPieceBytes = 64 << 10;
 // Runs of row blocks that a linear is cut into for few rows: enough to even out threads that share their cores.
 constexpr int64_t kRuns = 64;
 
@@ -42,14 +44,17 @@ void packed_linear(const PackedLinear& l, const Parallel& parallel) {
 
     const int64_t cached_tiles = std::max<int64_t>(1, kCachedBytes / (row_bytes * divide_up(l.num_rows, tiles)));
     const int64_t chunks = divide_up(tiles, cached_tiles);
+    const int64_t piece_blocks = std::max<int64_t>(1, kPieceBytes / l.block_bytes());
     const int64_t blocks = l.row_blocks(), runs = std::min(blocks, divide_up(kRuns, chunks));
     run_items(chunks * runs, l.num_rows * l.in_features * l.out_features, parallel, [&](int64_t item) {
         const int64_t chunk = item / runs, run = item % runs;
         const int64_t first_tile = tiles * chunk / chunks, end_tile = tiles * (chunk + 1) / chunks;
-        for (int64_t block = blocks * run / runs; block < blocks * (run + 1) / runs; block++)
+        const int64_t end = blocks * (run + 1) / runs;
+        for (int64_t piece = blocks * run / runs; piece < end; piece += piece_blocks)
             for (int64_t t = first_tile; t < end_tile; t++) {
                 const RowTile tile = cut(l.num_rows, tiles, t);
-                k.multiply_tile(l, tile, prepared + tile.first * row_bytes, block);
+                for (int64_t block = piece; block < std::min(end, piece + piece_blocks); block++)
+                    k.multiply_tile(l, tile, prepared + tile.first * row_bytes, block);
             }
     });
 }
