@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trtforge.builder.blocks import BlockFormat, Blocks
 
-Bytes = NDArray[np.uint8]
+Bytes = NDArray[Any]  # uint8
 #: (codes [blocks, values of a block], scales [blocks, groups of a block], minimums or None)
 Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 
@@ -63,7 +63,7 @@ def read_blocks(raw: Bytes, kind: BlockType, shape: tuple[int, int], piece: int 
 def _nibbles(packed: Bytes, half: int) -> Bytes:
     """[blocks, n] -> [blocks, 2 n]: of each `half` bytes first all low nibbles, then all high ones."""
     halves = packed.reshape(len(packed), -1, 1, half)
-    both = np.concatenate([halves & 15, halves >> 4], axis=2)
+    both: Bytes = np.concatenate([halves & 15, halves >> 4], axis=2)
     return both.reshape(len(packed), -1)
 
 
@@ -110,7 +110,8 @@ def _iq4_xs(raw: Bytes) -> Parts:
 
 
 def _nibbles_in_order(packed: Bytes) -> Bytes:
-    return np.stack([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1)
+    both: Bytes = np.stack([packed & 15, packed >> 4], axis=2)
+    return both.reshape(len(packed), -1)
 
 
 def _q4_k(raw: Bytes) -> Parts:

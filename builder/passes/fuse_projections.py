@@ -7,6 +7,7 @@ weights in the same way are joined, with the same attributes, and all with a bia
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -42,17 +43,14 @@ def _is_shared(value: ir.Value) -> bool:
 
 def _join(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
     """One linear and a Split in the place of the first node; the outputs keep their names."""
-    names = [node.name or "" for node in nodes]
-    name = _joined(names)
-    x, *firsts = nodes[0].inputs
-    inputs = [x]
-    for i, first in enumerate(firsts, start=1):
+    name = _joined([node.name or "" for node in nodes])
+    inputs = [nodes[0].inputs[0]]
+    for first, *others in zip(*(node.inputs[1:] for node in nodes), strict=True):
         assert first is not None
-        parts = [node.inputs[i] for node in nodes]
-        inputs.append(first if _is_shared(first) else _stack(graph, _joined([p.name for p in parts]), parts))
+        inputs.append(first if _is_shared(first) else _stack(graph, [first, *others]))
     outputs = [node.outputs[0] for node in nodes]
-    widths = [int(o.shape[1]) for o in outputs]
-    whole = ir.Value(name=name, type=outputs[0].type, shape=ir.Shape([outputs[0].shape[0], sum(widths)]))
+    widths = [_dims(o)[1] for o in outputs]
+    whole = ir.Value(name=name, type=outputs[0].type, shape=ir.Shape([_dims(outputs[0])[0], sum(widths)]))
     linear = ir.Node(
         nodes[0].domain,
         nodes[0].op_type,
@@ -84,12 +82,19 @@ def _joined(names: Sequence[str]) -> str:
     return ".".join("+".join(dict.fromkeys(words)) for words in zip(*parts, strict=True))
 
 
-def _stack(graph: ir.Graph, name: str, parts: Sequence[ir.Value]) -> ir.Value:
+def _stack(graph: ir.Graph, parts: Sequence[ir.Value | None]) -> ir.Value:
     """An initializer of the parts' rows, one part after the other; read when it is used."""
-    tensors = [p.const_value for p in parts]
-    rows = sum(int(p.shape[0]) for p in parts)
-    shape = ir.Shape([rows, *parts[0].shape[1:]])
-    tensor = ir.LazyTensor(partial(_concatenate, tensors), dtype=parts[0].dtype, shape=shape, name=name)
+    values = [p for p in parts if p is not None]
+    tensors = [v.const_value for v in values if v.const_value is not None]
+    assert len(tensors) == len(parts)
+    name = _joined([v.name or "" for v in values])
+    rows = sum(_dims(v)[0] for v in values)
+    tensor = ir.LazyTensor(
+        partial(_concatenate, tensors),
+        dtype=tensors[0].dtype,
+        shape=ir.Shape([rows, *_dims(values[0])[1:]]),
+        name=name,
+    )
     return _initializer(graph, name, tensor)
 
 
@@ -98,6 +103,12 @@ def _concatenate(tensors: Sequence[ir.TensorProtocol]) -> ir.TensorProtocol:
 
 
 def _initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+    shape = ir.Shape([int(d) for d in tensor.shape])  # type: ignore[arg-type]
+    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
     graph.register_initializer(value)
     return value
+
+
+def _dims(value: ir.Value) -> list[Any]:
+    assert value.shape is not None, value.name
+    return list(value.shape)

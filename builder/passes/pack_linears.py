@@ -27,10 +27,7 @@ def pack_linears(graph: ir.Model) -> ir.Model:
 
 
 def _pack(graph: ir.Graph, node: ir.Node) -> None:
-    first, *blocks = node.inputs[:4]
-    bias = node.inputs[4:]
-    codes, scales, minimums = blocks
-    assert first is not None and codes is not None and scales is not None and minimums is not None
+    first, codes, scales, minimums, *bias = (value for value in node.inputs if value is not None)
     layout = _layout(codes, scales, minimums, node.attributes["group_size"].as_int())
     weights = _packed(graph, layout, codes, scales, minimums)
     op = CPU_OPS[_PACKED[node.op_type]]
@@ -56,8 +53,8 @@ def _packed(
     assert codes.name is not None
     name = codes.name.removesuffix(".codes") + ".packed"
     if name not in graph.initializers:
-        parts = [codes.const_value, scales.const_value]
-        parts += [minimums.const_value] if layout.has_minimums else []
+        values = [codes, scales, minimums] if layout.has_minimums else [codes, scales]
+        parts = [v.const_value for v in values if v.const_value is not None]
         tensor = ir.LazyTensor(
             partial(_make, layout, parts), dtype=ir.DataType.UINT8, shape=ir.Shape(layout.shape), name=name
         )
