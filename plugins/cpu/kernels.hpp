@@ -78,12 +78,30 @@ struct PackedLinear {
     static constexpr int64_t kRows = 16, kColumns = 32;  // interleaved rows, and columns that lie together
 };
 
+// What one layer's attention begins with: q, k and v of the normalized x, all three prepared once.
+struct PackedQkv {
+    PackedLinear linears[3];  // their x is not used
+    const float *x, *norm;    // [num_rows, in_features], [in_features]
+    float epsilon;
+};
+
+// out = x + down(activation(gate(n)) * up(n)), n = the normalized x.
+struct PackedMlp {
+    PackedLinear gate, up, down;  // their x and out are not used
+    const float *x, *norm;        // [num_rows, hidden], [hidden]
+    float epsilon;
+    bool is_gelu;  // GELU in its tanh form; else SiLU
+    float* out;    // [num_rows, hidden]
+};
+
 // Runs item(0) .. item(count - 1), in any order, on any threads, and returns when all are done.
 using Parallel = std::function<void(int64_t count, const std::function<void(int64_t)>& item)>;
 
 void kv_cache_update(const CacheUpdate&, const Parallel&);
 void paged_attention(const Attention&, const Parallel&);
 void packed_linear(const PackedLinear&, const Parallel&);
+void packed_qkv(const PackedQkv&, const Parallel&);
+void packed_mlp(const PackedMlp&, const Parallel&);
 // out [num_rows, in_features] = some rows of the weights, by their ids [num_rows], all below out_features
 void packed_embedding(const PackedLinear& table, const int32_t* row_ids, const Parallel&);
 
@@ -130,8 +148,16 @@ struct Kernels {
     int64_t (*linear_tile_rows)(const PackedLinear&);
     int64_t (*linear_row_bytes)(const PackedLinear&);
     void (*prepare_tile)(const PackedLinear&, RowTile, uint8_t* prepared);
-    // out of a prepared tile's rows and one row block of the weights
-    void (*multiply_tile)(const PackedLinear&, RowTile, const uint8_t* prepared, int64_t row_block);
+    // The prepared group of 32 columns with this index (column group * tile.count + row) of a tile, from x.
+    void (*prepare_group)(const PackedLinear&, const float* x, int64_t index, uint8_t* prepared);
+    // out [num_rows, 16], `stride` apart, of a prepared tile and one row block of the weights; added (or nullptr)
+    // lies like out
+    void (*multiply_tile)(const PackedLinear&, int64_t num_rows, const uint8_t* prepared, int64_t row_block, float* out,
+                          const float* added, int64_t stride);
+    // out = x / sqrt(mean(x^2) + epsilon) * weight, all [count]
+    void (*normalize)(const float* x, const float* weight, float epsilon, int64_t count, float* out);
+    // gate = activation(gate) * up, both [count]; count is a multiple of 8
+    void (*activate)(bool is_gelu, const float* up, int64_t count, float* gate);
 };
 
 // The fastest set that this CPU has, or the one that was forced.

@@ -140,19 +140,30 @@ static TRTFORGE_INLINE void multiply_part(const PackedLinear& l, const uint8_t* 
     }
 }
 
-static TRTFORGE_INLINE void put(const PackedLinear& l, int64_t row, int64_t column, lanes_f v) {
-    float* const out = l.out + row * l.out_features + column;
-    const int64_t count = l.out_features - column;
+struct Place {
+    float* out;
+    const float* added;
+    int64_t stride;
+};
+
+// One row of x with kLanes rows of weights, from `column` of all outputs; `place` is that of the row block.
+static TRTFORGE_INLINE void put(const PackedLinear& l, const Place& place, int64_t row, int64_t column, lanes_f v) {
+    const int64_t at = row * place.stride + column % PackedLinear::kRows, count = l.out_features - column;
     if (count >= kLanes) {
         if (l.bias) v += load_as<lanes_f>((const uint8_t*)(l.bias + column));
-        store_as((uint8_t*)out, v);
-    } else {
-        for (int64_t i = 0; i < count; i++) out[i] = l.bias ? v[i] + l.bias[column + i] : v[i];
+        if (place.added) v += load_as<lanes_f>((const uint8_t*)(place.added + at));
+        store_as((uint8_t*)(place.out + at), v);
+        return;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const float biased = l.bias ? v[i] + l.bias[column + i] : v[i];
+        place.out[at + i] = place.added ? biased + place.added[at + i] : biased;
     }
 }
 
 template <class Dot, int Bits, int M>
-static __attribute__((noinline)) void multiply_rows(const PackedLinear& l, int64_t first_row, const uint8_t* prepared, int64_t row_block) {
+static __attribute__((noinline)) void multiply_rows(const PackedLinear& l, const uint8_t* prepared,
+                                                    int64_t row_block, const Place& place) {
     // Few rows wait for memory: take all of a row block as it comes. With more the sums need the registers.
     constexpr int H = M <= 2 ? kVectors : 1;
     const auto* const x = (const typename Dot::Block*)prepared;
@@ -162,14 +173,15 @@ static __attribute__((noinline)) void multiply_rows(const PackedLinear& l, int64
         multiply_part<Dot, Bits, H, M>(l, weights, part * kLanes, x, acc);
         for (int m = 0; m < M; m++)
             for (int h = 0; h < H; h++)
-                put(l, first_row + m, row_block * PackedLinear::kRows + (part + h) * kLanes, acc[h][m]);
+                put(l, place, m, row_block * PackedLinear::kRows + (part + h) * kLanes, acc[h][m]);
     }
 }
 
 template <class Dot, int Bits, int M>
-static void multiply_up_to(const PackedLinear& l, RowTile tile, const uint8_t* prepared, int64_t row_block) {
-    if (tile.count == M) return multiply_rows<Dot, Bits, M>(l, tile.first, prepared, row_block);
-    if constexpr (M > 1) multiply_up_to<Dot, Bits, M - 1>(l, tile, prepared, row_block);
+static void multiply_up_to(const PackedLinear& l, int64_t num_rows, const uint8_t* prepared, int64_t row_block,
+                           const Place& place) {
+    if (num_rows == M) return multiply_rows<Dot, Bits, M>(l, prepared, row_block, place);
+    if constexpr (M > 1) multiply_up_to<Dot, Bits, M - 1>(l, num_rows, prepared, row_block, place);
 }
 
 }  // namespace
@@ -186,15 +198,22 @@ void prepare_tile(const PackedLinear& l, RowTile tile, uint8_t* prepared) {
     prepare_rows(l, tile, (FloatBlock*)prepared);
 }
 
-void multiply_tile(const PackedLinear& l, RowTile tile, const uint8_t* prepared, int64_t row_block) {
+void prepare_group(const PackedLinear& l, const float* x, int64_t index, uint8_t* prepared) {
+    if (uses_integers(l)) return prepare(l, x, (IntegerBlock*)prepared + index);
+    prepare(l, x, (FloatBlock*)prepared + index);
+}
+
+void multiply_tile(const PackedLinear& l, int64_t num_rows, const uint8_t* prepared, int64_t row_block, float* out,
+                   const float* added, int64_t stride) {
+    const Place place = {out, added, stride};
 #if defined(__AVX2__)
     if (uses_integers(l)) {
-        if (l.bits == 4) return multiply_up_to<IntegerDot<4>, 4, kTileRows>(l, tile, prepared, row_block);
-        return multiply_up_to<IntegerDot<8>, 8, kTileRows>(l, tile, prepared, row_block);
+        if (l.bits == 4) return multiply_up_to<IntegerDot<4>, 4, kTileRows>(l, num_rows, prepared, row_block, place);
+        return multiply_up_to<IntegerDot<8>, 8, kTileRows>(l, num_rows, prepared, row_block, place);
     }
 #endif
-    if (l.bits == 4) return multiply_up_to<FloatDot<4>, 4, kFloatTileRows>(l, tile, prepared, row_block);
-    multiply_up_to<FloatDot<8>, 8, kFloatTileRows>(l, tile, prepared, row_block);
+    if (l.bits == 4) return multiply_up_to<FloatDot<4>, 4, kFloatTileRows>(l, num_rows, prepared, row_block, place);
+    multiply_up_to<FloatDot<8>, 8, kFloatTileRows>(l, num_rows, prepared, row_block, place);
 }
 
 }  // namespace TRTFORGE_ISA
