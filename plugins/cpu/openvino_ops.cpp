@@ -2,32 +2,13 @@
 //
 // The pool is an input of u8 elements that the ops write in place; it is never an output, which OpenVINO would copy.
 // q_rotated is what orders the write before the read. Attribute names are those of plugins/*.py (a test compares).
-#include <tbb/parallel_for.h>
-#include <tbb/task_arena.h>
-
-#include <algorithm>
-#include <atomic>
 #include <openvino/core/extension.hpp>
 #include <openvino/core/op_extension.hpp>
-#include <openvino/op/op.hpp>
 
-#include "kernels.hpp"
+#include "openvino_op.hpp"
 
 namespace trtforge {
 namespace {
-
-// Items are claimed one by one, so that a thread that wakes late, or shares its core, delays nobody. Runs in the
-// arena of the caller, OpenVINO's own, and so with its number of threads.
-void run_parallel(int64_t count, const std::function<void(int64_t)>& item) {
-    const int64_t workers = std::min<int64_t>(count, tbb::this_task_arena::max_concurrency());
-    std::atomic<int64_t> next{0};
-    tbb::parallel_for(
-        int64_t{0}, workers,
-        [&](int64_t) {
-            for (int64_t i = next++; i < count; i = next++) item(i);
-        },
-        tbb::simple_partitioner());
-}
 
 KVDtype parse_kv_dtype(const ov::Node* node, const std::string& name) {
     const std::pair<const char*, KVDtype> known[] = {{"fp32", KVDtype::fp32},
@@ -40,21 +21,6 @@ KVDtype parse_kv_dtype(const ov::Node* node, const std::string& name) {
     NODE_VALIDATION_CHECK(node, false, "unknown kv_dtype '", name, "'");
     return KVDtype::fp32;
 }
-
-class CheckedOp : public ov::op::Op {
-public:
-    using Op::Op;
-
-protected:
-    void check_input(size_t i, const char* name, std::initializer_list<ov::element::Type> types,
-                     const ov::PartialShape& shape) const {
-        const ov::element::Type type = get_input_element_type(i);
-        const bool known = std::find(types.begin(), types.end(), type) != types.end();
-        NODE_VALIDATION_CHECK(this, known || type.is_dynamic(), name, " has type ", type, ", want ", *types.begin());
-        NODE_VALIDATION_CHECK(this, get_input_partial_shape(i).compatible(shape), name, " has shape ",
-                              get_input_partial_shape(i), ", want ", shape);
-    }
-};
 
 // What both ops over a cache have in common: the pool and the shape of the heads.
 class PagedOp : public CheckedOp {
@@ -398,12 +364,16 @@ public:
 
 }  // namespace trtforge
 
-OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>({
-    std::make_shared<ov::OpExtension<trtforge::KVCacheUpdate>>(),
-    std::make_shared<ov::OpExtension<trtforge::PagedAttention>>(),
-    std::make_shared<ov::OpExtension<trtforge::PackedEmbedding>>(),
-    std::make_shared<ov::OpExtension<trtforge::PackedLinearOp>>(),
-}));
+static std::vector<ov::Extension::Ptr> all_ops() {
+    std::vector<ov::Extension::Ptr> ops = trtforge::fused_ops();
+    ops.push_back(std::make_shared<ov::OpExtension<trtforge::KVCacheUpdate>>());
+    ops.push_back(std::make_shared<ov::OpExtension<trtforge::PagedAttention>>());
+    ops.push_back(std::make_shared<ov::OpExtension<trtforge::PackedLinearOp>>());
+    ops.push_back(std::make_shared<ov::OpExtension<trtforge::PackedEmbedding>>());
+    return ops;
+}
+
+OPENVINO_CREATE_EXTENSIONS(all_ops());
 
 // For tests: which instruction set runs ("" for the best one); 0 if this CPU lacks it.
 extern "C" __attribute__((visibility("default"))) int trtforge_cpu_force_isa(const char* name) {

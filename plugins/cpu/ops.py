@@ -36,4 +36,65 @@ PACKED_EMBEDDING = OpDef(
     body=None,
 )
 
-CPU_OPS: dict[str, OpDef] = {op.name: op for op in (PACKED_EMBEDDING, PACKED_LINEAR)}
+_NORMALIZED = (
+    Port("x", "FLOAT", ("T", "hidden_size"), "the residual stream"),
+    Port("norm", "FLOAT", ("hidden_size",), "weight of the RMS norm that x goes through first"),
+)
+_EPSILON = Attribute("epsilon", float, "of the norm")
+_ACTIVATION_BITS = Attribute("activation_bits", int, "as QuantLinear's, of every linear", choices=(8, 32))
+
+
+def _weights(name: str) -> Port:
+    return Port(name, "UINT8", (f"{name}_blocks", f"{name}_block_bytes"), "as PackedLinear's weights")
+
+
+def _format(name: str) -> Attribute:
+    return Attribute(
+        f"{name}_format", str, "bits, zero_point, group_size, scale_bits and has_minimums, as PackedLinear's"
+    )
+
+
+PACKED_QKV = OpDef(
+    name="PackedQkv",
+    doc="The RMS norm before attention and the three linears of the normalized x.",
+    inputs=(
+        *_NORMALIZED,
+        *(_weights(f"{name}_weights") for name in "qkv"),
+        *(
+            Port(f"{name}_bias", "FLOAT", (size,), "a zero [1] for none", broadcast=True)
+            for name, size in (("q", "q_size"), ("k", "kv_size"), ("v", "kv_size"))
+        ),
+    ),
+    outputs=(
+        Port("q", "FLOAT", ("T", "q_size"), "queries"),
+        Port("k", "FLOAT", ("T", "kv_size"), "keys"),
+        Port("v", "FLOAT", ("T", "kv_size"), "values"),
+    ),
+    attributes=(
+        Attribute("hidden_size", int, "elements of a row of x"),
+        Attribute("q_size", int, "num_heads * head_size"),
+        Attribute("kv_size", int, "num_kv_heads * head_size"),
+        *map(_format, "qkv"),
+        _EPSILON,
+        _ACTIVATION_BITS,
+    ),
+    body=None,
+)
+
+PACKED_MLP = OpDef(
+    name="PackedMlp",
+    doc="x + down(activation(gate(n)) * up(n)), n the RMS norm of x; linears without biases.",
+    inputs=(*_NORMALIZED, *(_weights(name) for name in ("gate", "up", "down"))),
+    outputs=(Port("y", "FLOAT", ("T", "hidden_size"), "the residual stream after the MLP"),),
+    attributes=(
+        Attribute("hidden_size", int, "elements of a row of x"),
+        Attribute("intermediate_size", int, "outputs of gate and up; a multiple of 32"),
+        *map(_format, ("gate", "up", "down")),
+        Attribute("activation", str, "of the gate", choices=("silu", "gelu_tanh")),
+        _EPSILON,
+        _ACTIVATION_BITS,
+    ),
+    body=None,
+)
+
+CPU_OPS: dict[str, OpDef] = {op.name: op for op in (PACKED_EMBEDDING, PACKED_LINEAR, PACKED_QKV, PACKED_MLP)}

@@ -53,6 +53,12 @@ class PackedLayout:
         numbers = self.scale_bits // 8 * (2 if self.has_minimums else 1)
         return ROWS * (self.group_size * self.bits // 8 + numbers)
 
+    @property
+    def format(self) -> str:
+        """How a fused op's attribute says what its linear's bytes are, sizes aside."""
+        numbers = (self.bits, self.zero_point, self.group_size, self.scale_bits, int(self.has_minimums))
+        return " ".join(map(str, numbers))
+
     def attributes(self, activation_bits: int) -> dict[str, int]:
         """Of the PackedLinear node."""
         return {
@@ -105,13 +111,13 @@ def _interleave(rows: NDArray[Any], layout: PackedLayout) -> NDArray[np.uint8]:
     """Codes [rows, K] -> bytes [row blocks, G, group_size * 16 * bits / 8]."""
     import numpy as np
 
-    unsigned = rows.astype(np.int16 if layout.zero_point else np.uint8)
-    padded = _pad(unsigned + layout.zero_point if layout.zero_point else unsigned).astype(np.uint8)
+    signed: NDArray[np.int16] = rows.astype(np.int16)
+    padded = _pad(signed + np.int16(layout.zero_point)).astype(np.uint8)
     chunks = padded.reshape(-1, ROWS, layout.in_features // COLUMNS, COLUMNS // 4, 4)
     chunks = chunks.transpose(0, 2, 3, 1, 4)  # [row blocks, K / 32, chunk, row, column]
     if layout.bits == 4:
         low, high = chunks[:, :, : COLUMNS // 8], chunks[:, :, COLUMNS // 8 :]
-        chunks = low | high << 4
+        chunks = low | high << np.uint8(4)
     return chunks.reshape(len(chunks), layout.in_features // layout.group_size, -1)
 
 
