@@ -100,9 +100,9 @@ def body_model(case: Case, weights: Weights) -> Any:
 
 
 class Kernel:
-    """The packed linear, compiled as the CPU executor compiles a model."""
+    """The packed linear, compiled as the CPU executor compiles a model. adds: PackedLinearAdd, which takes two."""
 
-    def __init__(self, case: Case, weights: Weights, threads: int = 2) -> None:
+    def __init__(self, case: Case, weights: Weights, threads: int = 2, adds: bool = False) -> None:
         from onnx import numpy_helper
 
         packed = pack(case.layout, weights.codes, weights.scales, weights.minimums)
@@ -117,19 +117,20 @@ class Kernel:
         self.compiled = core().compile_model(graph, "CPU", config | {"ENABLE_CPU_PINNING": False})
         self._request = self.compiled.create_infer_request()
 
-    def __call__(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
-        self._request.infer([np.ascontiguousarray(x)])
+    def __call__(self, *inputs: NDArray[np.float32]) -> NDArray[np.float32]:
+        self._request.infer([np.ascontiguousarray(x) for x in inputs])
         return np.array(self._request.get_output_tensor(0).data)
 
 
-def packed_model(case: Case, weights: Weights) -> Any:
+def packed_model(case: Case, weights: Weights, adds: bool = False) -> Any:
     """The one-node ONNX model as the CPU target lowers it."""
     from onnx import numpy_helper
 
     packed = pack(case.layout, weights.codes, weights.scales, weights.minimums)
     constants = [numpy_helper.from_array(packed, "weights"), numpy_helper.from_array(weights.bias, "bias")]
     attributes = case.layout.attributes(case.activation_bits)
-    return _model("PackedLinear", ["x", "weights", "bias"], attributes, constants, case)
+    op, inputs = ("PackedLinearAdd", ["added"]) if adds else ("PackedLinear", [])
+    return _model(op, ["x", "weights", "bias", *inputs], attributes, constants, case)
 
 
 def _model(op: str, inputs: list[str], attributes: dict[str, int], constants: list[Any], case: Case) -> Any:
@@ -138,9 +139,10 @@ def _model(op: str, inputs: list[str], attributes: dict[str, int], constants: li
     node = helper.make_node(op, inputs, ["y"], domain=DOMAIN, **attributes)
     infos = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, size])
-        for name, size in (("x", case.shape[1]), ("y", case.shape[0]))
+        for name, size in (("x", case.shape[1]), ("added", case.shape[0]), ("y", case.shape[0]))
+        if name in (*inputs, "y")
     ]
-    graph = helper.make_graph([node], "op", infos[:1], infos[1:], constants)
+    graph = helper.make_graph([node], "op", infos[:-1], infos[-1:], constants)
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 

@@ -55,7 +55,7 @@ struct Attention {
     float* out;                                                           // [T, num_heads * D]
 };
 
-// A linear over packed weights (packing.py): out = x_used * weights^T + bias, x_used rounded to int8 or x itself.
+// A linear over packed weights (packing.py): out = x_used * weights^T + bias + added, x_used rounded to int8 or x itself.
 struct PackedLinear {
     int64_t num_rows, in_features, out_features, group_size;
     int bits, zero_point, scale_bytes;
@@ -63,6 +63,7 @@ struct PackedLinear {
     const float* x;          // [num_rows, in_features]
     const uint8_t* weights;  // [row_blocks, block_bytes]
     const float* bias;       // [out_features], or nullptr
+    const float* added;      // [num_rows, out_features], or nullptr
     float* out;              // [num_rows, out_features]
 
     TRTFORGE_INLINE int64_t row_blocks() const { return (out_features + kRows - 1) / kRows; }
@@ -99,7 +100,8 @@ using Parallel = std::function<void(int64_t count, const std::function<void(int6
 
 void kv_cache_update(const CacheUpdate&, const Parallel&);
 void paged_attention(const Attention&, const Parallel&);
-void packed_linear(const PackedLinear&, const Parallel&);
+// added: [num_rows, out_features], or nullptr
+void packed_linear(const PackedLinear&, const Parallel&, const float* added = nullptr);
 void packed_qkv(const PackedQkv&, const Parallel&);
 void packed_mlp(const PackedMlp&, const Parallel&);
 // out [num_rows, in_features] = some rows of the weights, by their ids [num_rows], all below out_features

@@ -72,11 +72,9 @@ bool prepare_alike(const PackedLinear& a, const PackedLinear& b) {
     return a.bits == b.bits && a.zero_point == b.zero_point;
 }
 
-// A linear, its prepared activations, and what is added to its output (or nullptr).
 struct Product {
     const PackedLinear* linear;
     const uint8_t* prepared;
-    const float* added;
 };
 
 // All products of one input, as one parallel region.
@@ -98,7 +96,7 @@ void multiply(const std::vector<Product>& products, const Parallel& parallel) {
                 for (int64_t b = std::max(begin - before, int64_t{0}); b < std::min(end - before, l.row_blocks()); b++) {
                     const int64_t at = tile.first * l.out_features + b * l.kRows;
                     k.multiply_tile(l, tile.count, p.prepared + tile.first * row_bytes, b, l.out + at,
-                                    p.added ? p.added + at : nullptr, l.out_features);
+                                    l.added ? l.added + at : nullptr, l.out_features);
                 }
                 before += l.row_blocks();
             }
@@ -140,7 +138,7 @@ std::vector<const uint8_t*> prepare_normalized(const std::vector<const PackedLin
 
 }  // namespace
 
-void packed_linear(const PackedLinear& l, const Parallel& parallel) {
+void packed_linear(const PackedLinear& l, const Parallel& parallel, const float* added) {
     if (l.num_rows == 0) return;
     const Kernels& k = kernels();
     const int64_t row_bytes = k.linear_row_bytes(l);
@@ -150,7 +148,7 @@ void packed_linear(const PackedLinear& l, const Parallel& parallel) {
     run_items(cut.tiles, l.num_rows * l.in_features * 4, parallel, [&](int64_t t) {
         k.prepare_tile(l, cut.tile(t), prepared + cut.tile(t).first * row_bytes);
     });
-    multiply({{&l, prepared, nullptr}}, parallel);
+    multiply({{&l, prepared}}, parallel);
 }
 
 void packed_qkv(const PackedQkv& a, const Parallel& parallel) {
@@ -158,7 +156,7 @@ void packed_qkv(const PackedQkv& a, const Parallel& parallel) {
     if (l->num_rows == 0) return;
     Buffer buffer(l->num_rows * l->in_features * sizeof(float) + 3 * prepared_bytes(*l));
     const auto prepared = prepare_normalized({l, l + 1, l + 2}, a.x, a.norm, a.epsilon, buffer, parallel);
-    multiply({{l, prepared[0], nullptr}, {l + 1, prepared[1], nullptr}, {l + 2, prepared[2], nullptr}}, parallel);
+    multiply({{l, prepared[0]}, {l + 1, prepared[1]}, {l + 2, prepared[2]}}, parallel);
 }
 
 void packed_mlp(const PackedMlp& a, const Parallel& parallel) {
@@ -166,6 +164,7 @@ void packed_mlp(const PackedMlp& a, const Parallel& parallel) {
     if (gate.num_rows == 0) return;
     const Kernels& k = kernels();
     PackedLinear down = a.down;
+    down.added = a.x;
     down.out = a.out;
     Buffer buffer(gate.num_rows * gate.in_features * sizeof(float) + 2 * prepared_bytes(gate) + prepared_bytes(down));
     const auto prepared = prepare_normalized({&gate, &up}, a.x, a.norm, a.epsilon, buffer, parallel);
@@ -193,7 +192,7 @@ void packed_mlp(const PackedMlp& a, const Parallel& parallel) {
             }
         });
     });
-    multiply({{&down, inner, a.x}}, parallel);
+    multiply({{&down, inner}}, parallel);
 }
 
 }  // namespace trtforge

@@ -5,6 +5,28 @@
 #include "openvino_op.hpp"
 
 namespace trtforge {
+// A linear of this format: "bits zero_point group_size scale_bits has_minimums" (PackedLayout.format).
+PackedLinear parse_format(const ov::Node* node, const std::string& format, int64_t in_features, int64_t out_features,
+                          int64_t activation_bits) {
+    PackedLinear l{};
+    int group_size = 0, scale_bits = 0, has_minimums = 0;
+    const int found = std::sscanf(format.c_str(), "%d %d %d %d %d", &l.bits, &l.zero_point, &group_size, &scale_bits,
+                                  &has_minimums);
+    const bool known = found == 5 && (l.bits == 4 || l.bits == 8) && (scale_bits == 16 || scale_bits == 32) &&
+                       (has_minimums == 0 || has_minimums == 1) && group_size > 0 &&
+                       group_size % PackedLinear::kColumns == 0 && in_features % group_size == 0;
+    NODE_VALIDATION_CHECK(node, known && out_features > 0, "no format for ", out_features, " x ", in_features,
+                          " weights: '", format, "'");
+    NODE_VALIDATION_CHECK(node, activation_bits == 8 || activation_bits == 32, "activation_bits=", activation_bits);
+    l.in_features = in_features;
+    l.out_features = out_features;
+    l.group_size = group_size;
+    l.scale_bytes = scale_bits / 8;
+    l.has_minimums = has_minimums == 1;
+    l.int8_activations = activation_bits == 8;
+    return l;
+}
+
 namespace {
 
 class FusedOp : public CheckedOp {
@@ -15,29 +37,12 @@ protected:
     int64_t activation_bits = 8;
     float epsilon = 0;
 
-    // A linear of this format: "bits zero_point group_size scale_bits has_minimums" (PackedLayout.format).
     PackedLinear linear(const std::string& format, int64_t in_features, int64_t out_features) const {
-        PackedLinear l{};
-        int group_size = 0, scale_bits = 0, has_minimums = 0;
-        const int found = std::sscanf(format.c_str(), "%d %d %d %d %d", &l.bits, &l.zero_point, &group_size, &scale_bits,
-                                      &has_minimums);
-        const bool known = found == 5 && (l.bits == 4 || l.bits == 8) && (scale_bits == 16 || scale_bits == 32) &&
-                           (has_minimums == 0 || has_minimums == 1) && group_size > 0 &&
-                           group_size % PackedLinear::kColumns == 0 && in_features % group_size == 0;
-        NODE_VALIDATION_CHECK(this, known && out_features > 0, "no format for ", out_features, " x ", in_features,
-                              " weights: '", format, "'");
-        l.in_features = in_features;
-        l.out_features = out_features;
-        l.group_size = group_size;
-        l.scale_bytes = scale_bits / 8;
-        l.has_minimums = has_minimums == 1;
-        l.int8_activations = activation_bits == 8;
-        return l;
+        return parse_format(this, format, in_features, out_features, activation_bits);
     }
 
     // x and its norm; more inputs follow.
     void check_normalized(size_t num_inputs, int64_t hidden) const {
-        NODE_VALIDATION_CHECK(this, activation_bits == 8 || activation_bits == 32, "activation_bits=", activation_bits);
         NODE_VALIDATION_CHECK(this, get_input_size() == num_inputs, "has ", get_input_size(), " inputs, want ",
                               num_inputs);
         check_input(0, "x", {ov::element::f32}, {ov::Dimension::dynamic(), hidden});
@@ -180,7 +185,7 @@ private:
 };
 
 std::vector<ov::Extension::Ptr> fused_ops() {
-    return {std::make_shared<ov::OpExtension<PackedQkvOp>>(), std::make_shared<ov::OpExtension<PackedMlpOp>>()};
+    return {std::make_shared<ov::OpExtension<PackedQkvOp>>(), std::make_shared<ov::OpExtension<PackedMlpOp>>(), layer_op()};
 }
 
 }  // namespace trtforge

@@ -41,7 +41,8 @@ protected:
     }
 };
 
-// The ops of openvino_fused.cpp.
+// The ops of openvino_packed.cpp and openvino_fused.cpp.
+std::vector<ov::Extension::Ptr> packed_ops();
 std::vector<ov::Extension::Ptr> fused_ops();
 
 }  // namespace trtforge

@@ -1,5 +1,7 @@
 """The ops that only a graph lowered for the CPU target has; they have kernels and no function bodies."""
 
+from dataclasses import replace
+
 from trtforge.plugins.opdef import Attribute, OpDef, Port
 
 PACKED_LINEAR = OpDef(
@@ -22,6 +24,13 @@ PACKED_LINEAR = OpDef(
         Attribute("activation_bits", int, "as QuantLinear's", choices=(8, 32)),
     ),
     body=None,
+)
+
+PACKED_LINEAR_ADD = replace(
+    PACKED_LINEAR,
+    name="PackedLinearAdd",
+    doc="PackedLinear with something added to its output: a residual stream.",
+    inputs=(*PACKED_LINEAR.inputs, Port("added", "FLOAT", ("T", "out_features"), "added to the output")),
 )
 
 PACKED_EMBEDDING = OpDef(
@@ -97,4 +106,6 @@ PACKED_MLP = OpDef(
     body=None,
 )
 
-CPU_OPS: dict[str, OpDef] = {op.name: op for op in (PACKED_EMBEDDING, PACKED_LINEAR, PACKED_QKV, PACKED_MLP)}
+CPU_OPS: dict[str, OpDef] = {
+    op.name: op for op in (PACKED_EMBEDDING, PACKED_LINEAR, PACKED_LINEAR_ADD, PACKED_QKV, PACKED_MLP)
+}
