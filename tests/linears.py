@@ -103,17 +103,8 @@ class Kernel:
     """The packed linear, compiled as the CPU executor compiles a model. adds: PackedLinearAdd, which takes two."""
 
     def __init__(self, case: Case, weights: Weights, threads: int = 2, adds: bool = False) -> None:
-        from onnx import numpy_helper
-
-        packed = pack(case.layout, weights.codes, weights.scales, weights.minimums)
-        constants = [
-            numpy_helper.from_array(packed, "weights"),
-            numpy_helper.from_array(weights.bias, "bias"),
-        ]
-        attributes = case.layout.attributes(case.activation_bits)
-        self.model = _model("PackedLinear", ["x", "weights", "bias"], attributes, constants, case)
         config = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
-        graph = core().read_model(self.model.SerializeToString())
+        graph = core().read_model(packed_model(case, weights, adds).SerializeToString())
         self.compiled = core().compile_model(graph, "CPU", config | {"ENABLE_CPU_PINNING": False})
         self._request = self.compiled.create_infer_request()
 
