@@ -31,6 +31,7 @@ SHARED = (
     "openvino_ops.cpp",
     "openvino_packed.cpp",
     "openvino_fused.cpp",
+    "openvino_layer.cpp",
 )
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni"))]

@@ -100,8 +100,7 @@ using Parallel = std::function<void(int64_t count, const std::function<void(int6
 
 void kv_cache_update(const CacheUpdate&, const Parallel&);
 void paged_attention(const Attention&, const Parallel&);
-// added: [num_rows, out_features], or nullptr
-void packed_linear(const PackedLinear&, const Parallel&, const float* added = nullptr);
+void packed_linear(const PackedLinear&, const Parallel&);
 void packed_qkv(const PackedQkv&, const Parallel&);
 void packed_mlp(const PackedMlp&, const Parallel&);
 // out [num_rows, in_features] = some rows of the weights, by their ids [num_rows], all below out_features

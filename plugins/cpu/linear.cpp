@@ -138,7 +138,7 @@ std::vector<const uint8_t*> prepare_normalized(const std::vector<const PackedLin
 
 }  // namespace
 
-void packed_linear(const PackedLinear& l, const Parallel& parallel, const float* added) {
+void packed_linear(const PackedLinear& l, const Parallel& parallel) {
     if (l.num_rows == 0) return;
     const Kernels& k = kernels();
     const int64_t row_bytes = k.linear_row_bytes(l);

@@ -93,7 +93,7 @@ public:
                         "PackedLayer: inputs differ in tokens");
         out[0].set_shape(in[kX].get_shape());
         Rows rows(tokens * (3 * wide + 2 * narrow + hidden));
-        PackedLinear linears[kLinears];
+        PackedLinear linears[kLinears] = {};
         for (size_t i = 0; i < kLinears; i++) {
             linears[i] = linear(i);
             linears[i].num_rows = tokens;
@@ -127,8 +127,9 @@ public:
 
         PackedLinear& o = linears[3];
         o.x = a.out;
+        o.added = qkv.x;
         o.out = rows.take(tokens * hidden);
-        packed_linear(o, run_parallel, qkv.x);
+        packed_linear(o, run_parallel);
 
         packed_mlp({linears[4], linears[5], linears[6], o.out, in[kMlpNorm].data<const float>(), epsilon,
                     activation == "gelu_tanh", out[0].data<float>()},
