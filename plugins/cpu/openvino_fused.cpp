@@ -1,5 +1,5 @@
 // The fused ops as OpenVINO operations. Each linear's storage is one attribute, its format.
-#include <cstdio>
+#include <cstdlib>
 #include <openvino/core/op_extension.hpp>
 
 #include "openvino_op.hpp"
@@ -9,19 +9,29 @@ namespace trtforge {
 PackedLinear parse_format(const ov::Node* node, const std::string& format, int64_t in_features, int64_t out_features,
                           int64_t activation_bits) {
     PackedLinear l{};
-    int group_size = 0, scale_bits = 0, has_minimums = 0;
-    const int found = std::sscanf(format.c_str(), "%d %d %d %d %d", &l.bits, &l.zero_point, &group_size, &scale_bits,
-                                  &has_minimums);
-    const bool known = found == 5 && (l.bits == 4 || l.bits == 8) && (scale_bits == 16 || scale_bits == 32) &&
-                       (has_minimums == 0 || has_minimums == 1) && group_size > 0 &&
-                       group_size % PackedLinear::kColumns == 0 && in_features % group_size == 0;
+    // OpenVINO clones and validates a node at every call: no place for scanf.
+    long numbers[5] = {};
+    const char* at = format.c_str();
+    bool known = true;
+    for (long& number : numbers) {
+        char* end = nullptr;
+        number = std::strtol(at, &end, 10);
+        known = known && end != at;
+        at = end;
+    }
+    const auto [bits, zero_point, group_size, scale_bits, has_minimums] = numbers;
+    known = known && !*at && (bits == 4 || bits == 8) && (scale_bits == 16 || scale_bits == 32) &&
+            (has_minimums == 0 || has_minimums == 1) && group_size > 0 && group_size % PackedLinear::kColumns == 0 &&
+            in_features % group_size == 0;
     NODE_VALIDATION_CHECK(node, known && out_features > 0, "no format for ", out_features, " x ", in_features,
                           " weights: '", format, "'");
     NODE_VALIDATION_CHECK(node, activation_bits == 8 || activation_bits == 32, "activation_bits=", activation_bits);
+    l.bits = int(bits);
+    l.zero_point = int(zero_point);
     l.in_features = in_features;
     l.out_features = out_features;
     l.group_size = group_size;
-    l.scale_bytes = scale_bits / 8;
+    l.scale_bytes = int(scale_bits / 8);
     l.has_minimums = has_minimums == 1;
     l.int8_activations = activation_bits == 8;
     return l;
