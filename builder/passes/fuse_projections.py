@@ -1,7 +1,7 @@
-"""Linears of one input become one linear: Q, K and V, and gate and up. Fewer and larger products read memory better.
+"""Linears of one input become one: Q, K and V, and gate and up. Fewer and larger products read memory better.
 
-Their weights lie one after the other, by rows, and a Split gives each its own result. Only linears that store their
-weights in the same way are joined, with the same attributes, and all with a bias or none.
+Their weights lie one after the other, by rows, and a Split gives each its own result. Only linears with the same
+attributes are joined, all with a bias or none. Quantized ones are not: targets fuse more around them.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-_LINEARS = ("Gemm", "QuantLinear")
-
 
 def fuse_projections(graph: ir.Model) -> ir.Model:
     """The graph with neighbouring linears of one input joined."""
     model = graph.clone()
-    linears = [node for node in model.graph if node.op_type in _LINEARS]
+    linears = [node for node in model.graph if node.op_type == "Gemm"]
     for _, group in groupby(linears, key=_signature):
         nodes = list(group)
         if len(nodes) > 1:
@@ -33,7 +31,7 @@ def _signature(node: ir.Node) -> tuple[object, ...]:
     formats = [
         (v.dtype, list(v.shape or ())[1:], v if _is_shared(v) else None) for v in weights if v is not None
     ]
-    return id(x), node.op_type, attributes, formats
+    return id(x), attributes, formats
 
 
 def _is_shared(value: ir.Value) -> bool:

@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from trtforge.builder.graph import save_graph
+from trtforge.builder.passes.fuse_layers import fuse_layers
 from trtforge.builder.passes.pack_linears import pack_linears
 from trtforge.builder.targets import Progress
 from trtforge.plugins import DOMAIN, DOMAIN_VERSION
@@ -104,7 +105,7 @@ def lower(graph: "ir.Model") -> "ir.Model":
     model.functions.clear()
     for node in list(model.graph):
         _bare_gate(node)
-    return pack_linears(model)
+    return fuse_layers(pack_linears(model))
 
 
 def _bare_gate(gated: "ir.Node") -> None:

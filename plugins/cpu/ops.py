@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from trtforge.plugins.opdef import Attribute, OpDef, Port
+from trtforge.plugins.paged_attention import PAGED_ATTENTION
 
 PACKED_LINEAR = OpDef(
     name="PackedLinear",
@@ -106,6 +107,44 @@ PACKED_MLP = OpDef(
     body=None,
 )
 
+_ROW = ("num_blocks", "layers", 2, "num_kv_heads", "tokens_per_block")
+_LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+
+PACKED_LAYER = OpDef(
+    name="PackedLayer",
+    doc="A decoder layer: PackedQkv, KVCacheUpdate, PagedAttention, a linear with the residual, and PackedMlp.",
+    inputs=(
+        Port("x", "FLOAT", ("T", "hidden_size"), "the residual stream"),
+        Port("attention_norm", "FLOAT", ("hidden_size",), "weight of the RMS norm before attention"),
+        Port("mlp_norm", "FLOAT", ("hidden_size",), "weight of the RMS norm before the MLP"),
+        *(_weights(f"{name}_weights") for name in _LINEARS),
+        Port("q_bias", "FLOAT", ("num_heads * head_size",), "a zero [1] for none", broadcast=True),
+        Port("k_bias", "FLOAT", ("num_kv_heads * head_size",), "a zero [1] for none", broadcast=True),
+        Port("v_bias", "FLOAT", ("num_kv_heads * head_size",), "a zero [1] for none", broadcast=True),
+        Port("o_bias", "FLOAT", ("hidden_size",), "a zero [1] for none", broadcast=True),
+        Port("cos_sin", "FLOAT", ("T", "R"), "as KVCacheUpdate's"),
+        Port("slot_mapping", "INT64", ("T",), "as KVCacheUpdate's"),
+        Port("positions", "INT32", ("T",), "as PagedAttention's"),
+        Port("query_start", "INT32", ("B+1",), "as PagedAttention's"),
+        Port("kv_lengths", "INT32", ("B",), "as PagedAttention's"),
+        Port("block_tables", "INT32", ("B", "max_blocks"), "as PagedAttention's"),
+        Port("kv_pool", "UINT8", (*_ROW, "row_bytes"), "the cache, written in place"),
+        Port("kv_scales", "FLOAT", (*_ROW, 1), "of a quantized cache, written in place", quantized=True),
+    ),
+    outputs=(Port("y", "FLOAT", ("T", "hidden_size"), "the residual stream after the layer"),),
+    attributes=(
+        *PAGED_ATTENTION.attributes,
+        Attribute("hidden_size", int, "elements of a row of x"),
+        Attribute("intermediate_size", int, "outputs of gate and up; a multiple of 32"),
+        *map(_format, _LINEARS),
+        Attribute("activation", str, "of the gate", choices=("silu", "gelu_tanh")),
+        Attribute("epsilon", float, "of both norms"),
+        _ACTIVATION_BITS,
+    ),
+    body=None,
+)
+
 CPU_OPS: dict[str, OpDef] = {
-    op.name: op for op in (PACKED_EMBEDDING, PACKED_LINEAR, PACKED_LINEAR_ADD, PACKED_QKV, PACKED_MLP)
+    op.name: op
+    for op in (PACKED_EMBEDDING, PACKED_LINEAR, PACKED_LINEAR_ADD, PACKED_QKV, PACKED_MLP, PACKED_LAYER)
 }

@@ -231,7 +231,7 @@ def test_weights_stay_compressed(recipe: str, tiny_engine: Make) -> None:
         kind for kind, _, name, _ in executed if name == "embedding"
     }
     tables = [node for kind, _, name, node in executed if kind == "Const" and name.endswith(".packed")]
-    assert len(tables) == 2 * 4 + 1
+    assert len(tables) == 2 * 7 + 1
     full = (tiny_engine("llama-tied") / "model.bin").stat().st_size
     assert (engine / "model.bin").stat().st_size < full * 0.4
 
