@@ -40,8 +40,8 @@ static inline lanes_f load_scales(const uint8_t* p, int bytes) {
 // Computes a sum here and now. Else GCC puts off additions until it has all products of 32 columns in memory.
 template <class V>
 static TRTFORGE_INLINE void settle(V& sum) {
-#if defined(__x86_64__)
-    __asm__("" : "+x"(sum));
+#if defined(__AVX2__)
+    __asm__("" : "+v"(sum));
 #else
     (void)sum;
 #endif
@@ -88,7 +88,10 @@ private:
     template <int H, int M>
     static TRTFORGE_INLINE void add_column(lanes_i code, int column, int h, const Block* x, Sum sums[H][M]) {
         const lanes_f w = __builtin_convertvector(code, lanes_f);
-        for (int m = 0; m < M; m++) sums[h][m] = lane_madd(w, lane_splat(x[m].values[column]), sums[h][m]);
+        for (int m = 0; m < M; m++) {
+            sums[h][m] = lane_madd(w, lane_splat(x[m].values[column]), sums[h][m]);
+            settle(sums[h][m]);
+        }
     }
 };
 
