@@ -14,7 +14,7 @@ from trtforge.runtime.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 
-TOKENS, WINDOW = 4096, 512
+TOKENS, WINDOW = 8192, 512
 TEXTS = (
     "assignment",
     "booleans",
