@@ -23,9 +23,19 @@ ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "plugins" / "cpu"
 CACHE = ROOT / "build" / "cpu"
 #: Compiled once per instruction set; the others once.
-KERNELS = ("kv_cache_update.cpp", "paged_attention.cpp")
-SHARED = ("kernels.cpp", "openvino_ops.cpp")
-ISA_FLAGS = {"generic": [], "avx2": ["-mavx2", "-mfma", "-mf16c"]}
+KERNELS = ("kv_cache_update.cpp", "paged_attention.cpp", "packed_linear.cpp", "pointwise.cpp")
+SHARED = (
+    "kernels.cpp",
+    "linear.cpp",
+    "packed_embedding.cpp",
+    "openvino_ops.cpp",
+    "openvino_packed.cpp",
+    "openvino_fused.cpp",
+    "openvino_layer.cpp",
+)
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni"))]
+ISA_FLAGS = {"generic": [], "avx2": AVX2, "avx512": AVX512}
 FLAGS = [
     "-std=c++17",
     "-O3",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trtforge.builder import recipes, targets
+from trtforge.builder.blocks import format_of
 from trtforge.builder.checkpoint import Checkpoint, TokenizerFiles, open_checkpoint
 from trtforge.builder.engine_dir import check_replaceable, staging
 from trtforge.builder.spec import BuildConfig, QuantSpec
@@ -24,6 +25,7 @@ from trtforge.plugins.kv_dtypes import AUTO_KV_DTYPE, KV_DTYPES
 from trtforge.runtime.manifest import MANIFEST_NAME, MAX_LIMIT, FileEntry, Manifest, sha256
 
 TOKENS_PER_BLOCK = (8, 16, 32, 64, 128)
+ACTIVATIONS = ("int8", "fp32")
 
 #: What max_seq_len 0 means at most: a model's own maximum may be far beyond what a machine's pool holds.
 LONGEST_BY_DEFAULT = 8192
@@ -42,17 +44,27 @@ def build(
     """
     check_config(config)
     config = replace(config, target=targets.canonical(config.target))
-    target, quant = targets.target(config.target), recipes.load(config.recipe)
+    target = targets.target(config.target)
     check_replaceable(output)
     checkpoint = open_checkpoint(source)
     try:
-        return _build(checkpoint, source, output, config, target, quant, progress or _no_progress)
+        return _build(checkpoint, source, output, config, target, progress or _no_progress)
     finally:
         checkpoint.close()
 
 
 def check_config(config: BuildConfig) -> None:
     """Raise InvalidArgument, naming the choices, for a value that no model can be built with."""
+    quant = recipes.load("as_is" if config.recipe == "auto" else config.recipe)
+    if config.activations not in ("auto", *ACTIVATIONS):
+        raise InvalidArgument(
+            f"activations {config.activations!r} is unknown; choose from: auto, {', '.join(ACTIVATIONS)}"
+        )
+    if config.activations == "int8" and quant.weights == "none":
+        raise InvalidArgument(
+            f"activations int8 need quantized weights, and the recipe {quant.name} has none; choose another recipe, "
+            "or activations fp32"
+        )
     if config.kv_cache_dtype not in ("auto", *KV_DTYPES):
         raise InvalidArgument(
             f"kv_cache_dtype {config.kv_cache_dtype!r} is unknown; choose from: auto, {', '.join(KV_DTYPES)}"
@@ -77,14 +89,14 @@ def _build(
     output: Path,
     config: BuildConfig,
     target: targets.Target,
-    quant: QuantSpec,
     progress: Progress,
 ) -> Manifest:
     from trtforge.builder.graph import build_graph, lazy_weights
     from trtforge.builder.passes import run_passes
+    from trtforge.builder.passes.quantize import remarks
 
     translation, config = settle(checkpoint, config)
-    spec = translation.spec
+    spec, quant = translation.spec, recipes.load(config.recipe)
     kv = spec.kv_layout(config.kv_cache_dtype, config.tokens_per_block)
     tokenizer = checkpoint.tokenizer()
     ends = end_tokens(checkpoint, tokenizer)
@@ -95,7 +107,9 @@ def _build(
         _log.warning("%s names no end token: a request ends at its max_tokens or a stop string only", source)
     graph = build_graph(spec, lazy_weights(translation, checkpoint), kv)
     _check_excluded(quant, [n.name or "" for n in graph.graph if n.op_type == "Gemm"])
-    graph = run_passes(graph, quant)
+    for line in remarks(graph, quant):
+        _log.warning("%s", line)
+    graph = run_passes(graph, quant, config.activations)
     with staging(output) as directory:
         versions = target.compile(graph, directory, progress)
         _write_texts(directory, checkpoint, tokenizer)
@@ -114,6 +128,7 @@ def _build(
                 "max_position_embeddings": spec.max_position_embeddings,
             },
             recipe=quant.name,
+            activations=config.activations,
             kv=kv,
             limits=config.limits,
             ropes=spec.ropes,
@@ -139,7 +154,24 @@ def settle(checkpoint: Checkpoint, config: BuildConfig) -> tuple[Translation, Bu
     elif asked > own:
         _log.warning("max_seq_len %d is beyond the %d positions that the model was made for", asked, own)
     kv_dtype = AUTO_KV_DTYPE if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    return translation, replace(config, limits=limits, kv_cache_dtype=kv_dtype)
+    recipe, activations = _numerics(translation, checkpoint.kind, config)
+    config = replace(config, limits=limits, kv_cache_dtype=kv_dtype, recipe=recipe, activations=activations)
+    return translation, config
+
+
+def _numerics(translation: Translation, kind: str, config: BuildConfig) -> tuple[str, str]:
+    """Recipe and activations, what `auto` means settled. Where nothing is quantized, activations are fp32."""
+    recipe, activations = config.recipe, config.activations
+    if recipe == "auto":
+        recipe = "as_is" if kind == "gguf" else "full_prec"
+    quant = recipes.load(recipe)
+    shapes = {name: shape for name, shape in translation.spec.weight_shapes().items() if len(shape) == 2}
+    if not any(format_of(quant, n, s[1], translation.formats.get(n)) for n, s in shapes.items()):
+        return recipe, "fp32"
+    if activations == "auto":
+        # A weight-only recipe quantizes weights only, unless more is asked for.
+        activations = "int8" if quant.weights == "as_is" and config.target == "cpu" else "fp32"
+    return recipe, activations
 
 
 def _check_excluded(quant: QuantSpec, linears: Sequence[str]) -> None:

@@ -157,7 +157,16 @@ _DEFAULT = BuildConfig()
 BUILD_OPTIONS = (
     click.option("--target", default=_DEFAULT.target, show_default=True, help="What will run the engine."),
     click.option(
-        "--recipe", default=_DEFAULT.recipe, show_default=True, help="Quantization: name or .toml file."
+        "--recipe",
+        default=_DEFAULT.recipe,
+        show_default=True,
+        help="Quantization: name or .toml file; auto: as_is for a GGUF file, full_prec for others.",
+    ),
+    click.option(
+        "--activations",
+        default=_DEFAULT.activations,
+        show_default=True,
+        help="What is multiplied with quantized weights: int8 (in groups of 32) or fp32; auto: int8 for as_is.",
     ),
     click.option(
         "--kv-cache-dtype",
@@ -243,6 +252,7 @@ def build(model: str, output: Path, **options: Any) -> None:
     size = sum(entry.bytes for entry in manifest.files.values())
     click.echo(
         f"{output}: {manifest.model['name']} for {manifest.target}, {manifest.recipe}, {format_bytes(size)}; "
+        f"activations {manifest.activations}; "
         f"KV cache {manifest.kv.dtype}, {manifest.kv.bytes_per_token} bytes per token"
     )
     quoted = shlex.quote(str(output))
@@ -293,7 +303,7 @@ def plan(model: str, gpu: str | None, memory: str | None, as_json: bool, **optio
     device = devices.gpu(gpu) if gpu else this_machine()
     if memory:
         device = replace(device, memory=parse_bytes(memory))
-    answer = planning.plan(translation.spec, config, device)
+    answer = planning.plan(translation.spec, config, device, translation.formats)
     click.echo(json.dumps(answer.to_json()) if as_json else planning.as_text(answer))
     if answer.impossible:
         click.get_current_context().exit(1)

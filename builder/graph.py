@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from trtforge.builder.blocks import BlockFormat, Blocks
 from trtforge.builder.checkpoint.base import Checkpoint
 from trtforge.builder.spec import LayerSpec, ModelSpec
 from trtforge.builder.translate import Source, Translation
@@ -65,21 +66,28 @@ def build_graph(spec: ModelSpec, weights: Weights, kv: KVLayout) -> ir.Model:
     return ir.Model(graph, ir_version=IR_VERSION, producer_name="trtforge", functions=functions)
 
 
+class StoredTensor(ir.LazyTensor):
+    """A weight of a checkpoint, read each time it is used.
+
+    format, stored_type: how the checkpoint has it if it is quantized there (then `read_blocks` gives it so), and
+    what the checkpoint calls that.
+    """
+
+    def __init__(self, translation: Translation, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]):
+        source = translation.sources[name]
+        offset = translation.spec.norm_offset if _is_norm(name) else 0.0
+        read = partial(_read, source, checkpoint, offset)
+        super().__init__(read, ir.DataType.FLOAT, ir.Shape(shape), name=name)
+        self.format: BlockFormat | None = translation.formats.get(name)
+        self.stored_type = translation.stored_types[name]
+        self.read_blocks: Callable[[], Blocks] = partial(source.read_blocks, checkpoint)
+
+
 def lazy_weights(translation: Translation, checkpoint: Checkpoint) -> dict[str, ir.TensorProtocol]:
     """All weights of a model as tensors that read the checkpoint, which must stay open, each time they are
     used."""
-    spec = translation.spec
-    return {
-        name: ir.LazyTensor(
-            partial(
-                _read, translation.sources[name], checkpoint, spec.norm_offset if _is_norm(name) else 0.0
-            ),
-            dtype=ir.DataType.FLOAT,
-            shape=ir.Shape(shape),
-            name=name,
-        )
-        for name, shape in spec.weight_shapes().items()
-    }
+    shapes = translation.spec.weight_shapes()
+    return {name: StoredTensor(translation, checkpoint, name, shape) for name, shape in shapes.items()}
 
 
 def save_graph(graph: ir.Model, file: Path, progress: Callable[[str, int, int], None] | None = None) -> None:

@@ -6,15 +6,20 @@ that a decode step must read, over the memory's bandwidth.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from trtforge.builder import recipes
+from trtforge.builder.blocks import BlockFormat, format_of
+from trtforge.builder.describe import elements
 from trtforge.builder.devices import Device
-from trtforge.builder.passes.quantize import Scheme, scheme_of
 from trtforge.builder.spec import BuildConfig, ModelSpec, QuantSpec
 from trtforge.builder.units import format_bytes
 from trtforge.plugins.kv_dtypes import KV_DTYPES
 from trtforge.runtime.manifest import KVLayout
+
+#: How the checkpoint has the weights that are quantized there (Translation.formats).
+Formats = Mapping[str, BlockFormat]
 
 
 @dataclass(frozen=True)
@@ -79,30 +84,20 @@ class Plan:
         return asdict(self)
 
 
-def matrix_bytes(outputs: int, inputs: int, scheme: Scheme | None, float_bytes: int) -> int:
-    """Of one weight, scales and zero points included; scheme None: as it is."""
-    if scheme is None:
-        return outputs * inputs * float_bytes
-    groups = outputs * (inputs // scheme.group_size if scheme.group_size else 1)
-    zero_points = 0 if scheme.symmetric else -(-groups * scheme.bits // 8)
-    return outputs * inputs * scheme.bits // 8 + groups * 4 + zero_points
-
-
-def plan_recipe(spec: ModelSpec, quant: QuantSpec, device: Device) -> RecipePlan:
-    """Linears as the quantize pass stores them; norms, biases and an untied embedding, which is only looked up,
-    as they are. A tied embedding is the head.
+def plan_recipe(spec: ModelSpec, quant: QuantSpec, device: Device, formats: Formats) -> RecipePlan:
+    """Matrices as the quantize pass stores them; norms, biases and, but for as_is, an untied embedding, which is
+    only looked up, as they are. A tied embedding is the head.
     """
     total = looked_up = 0
     for weight, shape in spec.weight_shapes().items():
-        if weight == "embedding.weight":
-            linear = "lm_head" if spec.tied_embeddings else None
-        else:
-            linear = weight.removesuffix(".weight") if len(shape) > 1 else None
-        plain = linear is None or quant.weights == "none" or linear in quant.exclude
-        scheme = None if plain else scheme_of(quant, weight, shape[1])
-        size = matrix_bytes(shape[0], shape[1] if len(shape) > 1 else 1, scheme, device.float_bytes)
+        is_table = weight == "embedding.weight"
+        only_table = is_table and not spec.tied_embeddings
+        linear = "lm_head" if is_table and not only_table else weight.removesuffix(".weight")
+        plain = len(shape) == 1 or linear in quant.exclude or (only_table and quant.weights != "as_is")
+        fmt = None if plain else format_of(quant, weight, shape[1], formats.get(weight))
+        size = fmt.bytes(shape[0], shape[1]) if fmt else elements(shape) * device.float_bytes
         total += size
-        looked_up += size if weight == "embedding.weight" and linear is None else 0
+        looked_up += size if only_table else 0
     return RecipePlan(quant.name, total, total - looked_up)
 
 
@@ -132,13 +127,15 @@ def kv_read_bytes(spec: ModelSpec, dtype: str, context: int) -> int:
     )
 
 
-def plan(spec: ModelSpec, config: BuildConfig, device: Device) -> Plan:
+def plan(
+    spec: ModelSpec, config: BuildConfig, device: Device, formats: Formats = MappingProxyType({})
+) -> Plan:
     """config: settled (builder/build.py). Raises InvalidArgument for an unknown recipe."""
-    quants = [recipes.load(name) for name in recipes.names()]
+    quants = [recipes.load(name) for name in recipes.names() if name != "as_is" or formats]
     chosen = recipes.load(config.recipe)
     if chosen not in quants:
         quants.append(chosen)
-    recipe_plans = tuple(plan_recipe(spec, quant, device) for quant in quants)
+    recipe_plans = tuple(plan_recipe(spec, quant, device, formats) for quant in quants)
     recipe = next(r for r, quant in zip(recipe_plans, quants, strict=True) if quant == chosen)
 
     dtype = config.kv_cache_dtype

@@ -115,7 +115,7 @@ class QuantSpec:
     """One recipe: `builder/recipes/NAME.toml`."""
 
     name: str
-    weights: str = "none"  # none, int8, int4
+    weights: str = "none"  # none, as_is, int8, int4
     group_size: int = 0  # 0: per output channel
     symmetric: bool = False
     exclude: tuple[str, ...] = ()  # graph names of linears that stay as they are, e.g. "lm_head"
@@ -126,7 +126,8 @@ class BuildConfig:
     """What `trtforge build` was asked; CLI defaults are read from here."""
 
     target: str = "cpu"
-    recipe: str = "full_prec"
+    recipe: str = "full_prec"  # auto: as_is for a GGUF file, full_prec for others
+    activations: str = "auto"  # of quantized linears: int8, fp32; auto: int8 for as_is on the CPU, else fp32
     kv_cache_dtype: str = "auto"
     tokens_per_block: int = 16
     limits: Limits = field(default_factory=lambda: Limits(max_seq_len=0))  # 0: the model's own, up to 8192

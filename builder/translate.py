@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trtforge.builder.blocks import BlockFormat, Blocks
 from trtforge.builder.checkpoint.base import Checkpoint, Coverage, TensorInfo, cover
 from trtforge.builder.families import Family, family_of
 from trtforge.builder.spec import ModelSpec
@@ -31,14 +32,25 @@ class Source:
         array = checkpoint.read(self.tensor)
         return array if self.rows is None else array[self.rows[0] : self.rows[1]]
 
+    def block_format(self, checkpoint: Checkpoint) -> BlockFormat | None:
+        """See Checkpoint."""
+        return checkpoint.block_format(self.tensor)
+
+    def read_blocks(self, checkpoint: Checkpoint) -> Blocks:
+        """The weight as it is stored."""
+        blocks = checkpoint.read_blocks(self.tensor)
+        return blocks if self.rows is None else blocks.rows(slice(*self.rows))
+
 
 @dataclass(frozen=True)
 class Translation:
-    """A checkpoint in our own terms. sources: for each name of `spec.weight_shapes()`. warnings: for
-    people."""
+    """A checkpoint in our own terms. sources, stored_types (the file's own name for it): for each name of
+    `spec.weight_shapes()`. formats: of those that are quantized. warnings: for people."""
 
     spec: ModelSpec
     sources: Mapping[str, Source]
+    stored_types: Mapping[str, str]
+    formats: Mapping[str, BlockFormat]
     coverage: Coverage
     warnings: tuple[str, ...] = ()
 
@@ -59,7 +71,9 @@ def translate(checkpoint: Checkpoint, max_seq_len: int) -> Translation:
     _check_shapes(spec, wanted, tensors)
     coverage = cover(checkpoint, wanted)
     _check_siblings(coverage)
-    return Translation(spec, sources, coverage, warnings)
+    types = {name: tensors[source.tensor].dtype for name, source in sources.items()}
+    formats = {name: fmt for name, source in sources.items() if (fmt := source.block_format(checkpoint))}
+    return Translation(spec, sources, types, formats, coverage, warnings)
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

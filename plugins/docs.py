@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from trtforge.plugins import DOMAIN, DOMAIN_VERSION, OPS, OPSET, OpDef
+from trtforge.plugins.cpu.ops import CPU_OPS
 from trtforge.plugins.kv_dtypes import KV_DTYPES
 from trtforge.plugins.opdef import Port
 
@@ -15,7 +16,7 @@ This page is generated from the declarations in `plugins/` (`python -m trtforge.
 
 `activation` is any float type, the same for all ports of a node; arithmetic is in fp32. `kv_dtype` is the type that
 carries the cache. T: tokens of the step; B: sequences; R: rotary dimension. Ports marked "quantized" exist for KV
-dtypes with scales only.
+dtypes with scales only; in those marked "broadcast" any dimension may be 1.
 
 On the CPU target (`plugins/cpu`) activations are FP32, and a pool is a UINT8 input whose last dimension is
 `head_size * bytes`; the ops write it in place and do not give it as an output.
@@ -26,6 +27,11 @@ Stored = x / scale, rounded to nearest, ties to even, saturated; loaded = stored
 token and KV head, for K and V each; a row of zeros has scale 0.
 
 """
+_CPU_OPS = """
+# Ops of the CPU target
+
+A graph lowered for the CPU has these in the place of others. They have kernels and no function bodies.
+"""
 
 
 def markdown() -> str:
@@ -35,7 +41,8 @@ def markdown() -> str:
         for d in KV_DTYPES.values()
     ]
     types = _table(("KV dtype", "bytes", "carried in ONNX as", "FP32 scales per token and head", "max"), rows)
-    return _INTRODUCTION + types + "".join(_section(op) for op in OPS.values())
+    sections = [*map(_section, OPS.values()), _CPU_OPS, *map(_section, CPU_OPS.values())]
+    return _INTRODUCTION + types + "".join(sections)
 
 
 def _section(op: OpDef) -> str:
@@ -55,7 +62,9 @@ def _section(op: OpDef) -> str:
 
 def _port(port: Port) -> tuple[str, ...]:
     shape = ", ".join(str(d) for d in port.shape)
-    return f"`{port.name}`", port.dtype, f"`[{shape}]`", port.doc + (" (quantized)" if port.quantized else "")
+    marks = [mark for mark in ("quantized", "broadcast") if getattr(port, mark)]
+    doc = port.doc + (f" ({', '.join(marks)})" if marks else "")
+    return f"`{port.name}`", port.dtype.replace("|", " or "), f"`[{shape}]`", doc
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -35,21 +35,26 @@ AttributeValue = int | float | str
 
 @dataclass(frozen=True)
 class Attribute:
-    """A node attribute: name, Python type (int, float or str), what it means; no default: required."""
+    """A node attribute: name, Python type (int, float or str), what it means; no default: required.
+
+    choices: the only values that it may have; empty: any.
+    """
 
     name: str
     type: type
     doc: str
     default: AttributeValue | None = None
+    choices: tuple[AttributeValue, ...] = ()
 
 
 @dataclass(frozen=True)
 class Port:
     """An input or output.
 
-    dtype: an ONNX type name, ACTIVATION or KV_POOL. shape: dimensions; each an int, a product of attribute names
-    (`num_heads * head_size`), or a symbol (`T`) that must mean the same in all ports of a node.
-    quantized: the port exists for KV dtypes with scales only.
+    dtype: an ONNX type name, several (`FLOAT16|FLOAT`), ACTIVATION or KV_POOL. shape: dimensions; each an int, a
+    product of attribute names (`num_heads * head_size`), a symbol (`T`) that must mean the same in all ports of a
+    node, or a quotient of these. quantized: the port exists for KV dtypes with scales only. broadcast: any dimension
+    may be 1 instead.
     """
 
     name: str
@@ -57,6 +62,13 @@ class Port:
     shape: tuple[int | str, ...]
     doc: str
     quantized: bool = False
+    broadcast: bool = False
+
+    def accepts(self, dtype: str, kv_dtype: str = "fp32") -> bool:
+        """Whether a value of an ONNX type may be bound to the port, in a node with this KV dtype."""
+        if self.dtype == ACTIVATION:
+            return dtype in ("FLOAT", "FLOAT16", "BFLOAT16")
+        return dtype in (_kv(kv_dtype).onnx if self.dtype == KV_POOL else self.dtype).split("|")
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,8 @@ class OpDef:
     """An op of domain `trtforge`.
 
     body: gives the statements of the ONNX function body, in ONNX's text syntax, for one KV dtype. All other
-    variation is in the node's attributes, so that a model has one function per op.
+    variation is in the node's attributes, so that a model has one function per op. None: an op that only a target's
+    lowered graphs have.
     """
 
     name: str
@@ -72,9 +85,9 @@ class OpDef:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     attributes: tuple[Attribute, ...]
-    body: Callable[[KVDtype], str]
+    body: Callable[[KVDtype], str] | None
 
-    def ports(self, kv_dtype: str) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+    def ports(self, kv_dtype: str = "fp32") -> tuple[tuple[Port, ...], tuple[Port, ...]]:
         """(inputs, outputs) of the op for a KV dtype, in order."""
         scales = _kv(kv_dtype).scales > 0
         return (
@@ -82,14 +95,15 @@ class OpDef:
             tuple(p for p in self.outputs if scales or not p.quantized),
         )
 
-    def function(self, kv_dtype: str) -> onnx.FunctionProto:
+    def function(self, kv_dtype: str = "fp32") -> onnx.FunctionProto:
         """The op's definition as an ONNX local function, for a model whose pools hold `kv_dtype`."""
         import onnx.parser
 
         return onnx.parser.parse_function(self.function_text(kv_dtype))
 
-    def function_text(self, kv_dtype: str) -> str:
+    def function_text(self, kv_dtype: str = "fp32") -> str:
         """The function in ONNX's text syntax."""
+        assert self.body is not None, self.name
         inputs, outputs = self.ports(kv_dtype)
         return (
             f'<domain: "{DOMAIN}", opset_import: ["" : {OPSET}]>\n'
@@ -113,11 +127,12 @@ class OpDef:
         import onnx_ir as ir
 
         values = self.complete(attributes)
-        in_ports, out_ports = self.ports(str(values["kv_dtype"]))
+        kv_dtype = str(values.get("kv_dtype", "fp32"))
+        in_ports, out_ports = self.ports(kv_dtype)
         if set(inputs) != {p.name for p in in_ports}:
             raise InvalidArgument(
-                f"{self.name}: inputs {sorted(inputs)}, want {[p.name for p in in_ports]} for "
-                f"kv_dtype={values['kv_dtype']}"
+                f"{self.name}: inputs {sorted(inputs)}, want {[p.name for p in in_ports]}"
+                + (f" for kv_dtype={kv_dtype}" if "kv_dtype" in values else "")
             )
         shapes = {k: None if v.shape is None else tuple(v.shape) for k, v in inputs.items()}
         dims = self.bind(shapes, values)
@@ -149,8 +164,12 @@ class OpDef:
                 value = float(value)
             if type(value) is not a.type:
                 raise InvalidArgument(f"{self.name}: attribute {a.name}={value!r} must be {a.type.__name__}")
+            if a.choices and value not in a.choices:
+                allowed = " or ".join(map(str, a.choices))
+                raise InvalidArgument(f"{self.name}: attribute {a.name}={value!r} must be {allowed}")
             values[a.name] = value
-        _kv(str(values["kv_dtype"]))
+        if "kv_dtype" in values:
+            _kv(str(values["kv_dtype"]))
         return values
 
     def bind(
@@ -172,6 +191,8 @@ class OpDef:
                 )
             for declared, actual in zip(port.shape, shape, strict=True):
                 want = _evaluate(declared, attributes, bound)
+                if port.broadcast and actual == 1:
+                    continue
                 if isinstance(want, int) and isinstance(actual, int) and want != actual:
                     raise InvalidArgument(
                         f"{self.name}: {port.name} has shape {list(shape)}, want {_shape_text(port)} "
@@ -199,6 +220,10 @@ def _evaluate(dim: int | str, attributes: Mapping[str, AttributeValue], bound: M
     """An int when it is known, else the symbol's meaning in this node, else the symbol."""
     if isinstance(dim, int):
         return dim
+    if " / " in dim:
+        dividend, divisor = (_evaluate(d, attributes, bound) for d in dim.split(" / "))
+        known = isinstance(dividend, int) and isinstance(divisor, int)
+        return dividend // divisor if known else bound.get(dim, dim)
     factors = dim.split(" * ")
     if all(f in attributes for f in factors):
         product = 1

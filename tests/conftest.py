@@ -60,7 +60,7 @@ def real_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def real_engine(real_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real model in full precision with an fp16 KV cache; for tests marked slow."""
+    """The real model as it is built by default, with an fp16 KV cache; for tests marked slow."""
     from trtforge.builder.build import build
     from trtforge.builder.spec import BuildConfig
 

@@ -14,6 +14,7 @@ from trtforge.plugins.kv_codec import e4m3_value
 from trtforge.plugins.kv_dtypes import KV_DTYPES
 
 LAYERS, LAYER = 3, 1
+PAGED_OPS = ("KVCacheUpdate", "PagedAttention")
 Arrays = dict[str, NDArray[Any]]
 
 

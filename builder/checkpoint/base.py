@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trtforge.builder.blocks import BlockFormat, Blocks
 from trtforge.plugins.errors import CheckpointError
 
 # buffers that old checkpoints carry and that follow from the config: neither used nor worth a word
@@ -49,6 +50,12 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> NDArray[np.float32]:
         """One tensor, dequantized to FP32, [out, in] for linears; memory is used for this tensor only."""
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        """What `read_blocks` gives for a tensor; None if it is not quantized."""
+
+    def read_blocks(self, name: str) -> Blocks:
+        """A quantized matrix as it is stored, or rounded once more if its format is not exact."""
 
     def tokenizer(self) -> TokenizerFiles:
         """The tokenizer, rebuilt if need be."""

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trtforge.builder.blocks import BlockFormat, Blocks, round_to_blocks
 from trtforge.builder.checkpoint.base import TensorInfo, TokenizerFiles
+from trtforge.builder.checkpoint.gguf_blocks import BLOCK_TYPES, ROUNDED, read_blocks
 from trtforge.builder.checkpoint.gguf_config import FACTOR_TABLES, Metadata, config_from_metadata
-from trtforge.builder.checkpoint.gguf_format import GGUFFile, GGUFTensor
+from trtforge.builder.checkpoint.gguf_format import QUANTIZED, GGUFFile, GGUFTensor
 from trtforge.builder.families import Family, GGUFNames, families
 from trtforge.plugins.errors import CheckpointError, UnsupportedModel
 
@@ -64,13 +66,27 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}")
         file, tensor = self._source[name]
         values = file.read(tensor)
-        module = name.rsplit(".", 1)[0]
-        if self._names.permuted_qk and module.endswith((".q_proj", ".k_proj")):
-            key = "num_attention_heads" if module.endswith(".q_proj") else "num_key_value_heads"
-            values = self._unpermute(values, self.config[key], name)
-        if self._names.norm_offset and module.endswith("norm"):
+        order = self._row_order(name, values.shape[0])
+        if order is not None:
+            values = values[order]
+        if self._names.norm_offset and name.rsplit(".", 1)[0].endswith("norm"):
             values -= np.float32(self._names.norm_offset)
         return values
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        tensor = self._source[name][1]
+        if tensor.dtype not in QUANTIZED or len(tensor.shape) != 2:
+            return None
+        return BLOCK_TYPES[tensor.dtype].format if tensor.dtype in BLOCK_TYPES else ROUNDED
+
+    def read_blocks(self, name: str) -> Blocks:
+        file, tensor = self._source[name]
+        rows, columns = tensor.shape
+        if tensor.dtype not in BLOCK_TYPES:
+            return round_to_blocks(self.read(name), ROUNDED)
+        blocks = read_blocks(file.read_raw(tensor), BLOCK_TYPES[tensor.dtype], (rows, columns))
+        order = self._row_order(name, rows)
+        return blocks if order is None else blocks.rows(order)
 
     def tokenizer(self) -> TokenizerFiles:
         from trtforge.builder.checkpoint.gguf_tokenizer import tokenizer_of_gguf
@@ -127,15 +143,18 @@ class GGUFCheckpoint:
         special = self._names.config
         return {**config, **special(self._files[0].metadata)} if special else config
 
-    def _unpermute(self, values: NDArray[np.float32], heads: int, name: str) -> NDArray[np.float32]:
-        """Rows [heads, head_size / 2, 2] as the file has them (pairs side by side), to [heads, 2, head_size / 2]."""
-        rows = values.shape[0]
+    def _row_order(self, name: str, rows: int) -> NDArray[np.intp] | None:
+        """Which row of the file each row is, where the converter moved them: a head's rows are stored as
+        [head_size / 2, 2], pairs side by side, and wanted as [2, head_size / 2]."""
+        module = name.rsplit(".", 1)[0]
+        if not self._names.permuted_qk or not module.endswith((".q_proj", ".k_proj")):
+            return None
+        heads = self.config["num_attention_heads" if module.endswith(".q_proj") else "num_key_value_heads"]
         if rows % (2 * heads):
             raise CheckpointError(
                 f"{self.path}: {name} has {rows} rows, which {heads} heads do not divide evenly"
             )
-        paired = values.reshape(heads, rows // heads // 2, 2, *values.shape[1:])
-        return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)
+        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(rows)
 
 
 def _family(path: Path, architecture: str) -> tuple[Family, GGUFNames]:

@@ -74,6 +74,10 @@ class GGUFFile:
     def read(self, tensor: GGUFTensor) -> NDArray[np.float32]:
         return self._file.read_float32(tensor.offset, tensor.shape, codecs()[tensor.dtype])
 
+    def read_raw(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
+        """The tensor's bytes as they are stored."""
+        return self._file.read(tensor.offset, codecs()[tensor.dtype].stored_bytes(math.prod(tensor.shape)))
+
     def close(self) -> None:
         self._file.close()
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trtforge.builder.blocks import BlockFormat, Blocks
 from trtforge.builder.checkpoint.base import TensorInfo, TokenizerFiles
 from trtforge.builder.checkpoint.safetensors import SafetensorsFile, parse_json
 from trtforge.plugins.errors import CheckpointError, UnsupportedModel
@@ -45,6 +46,12 @@ class HuggingFaceCheckpoint:
         if file is None:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}")
         return file.read(name)
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        return None
+
+    def read_blocks(self, name: str) -> Blocks:
+        raise AssertionError(f"{name} is not stored in blocks")
 
     def tokenizer(self) -> TokenizerFiles:
         from trtforge.builder.checkpoint.tokenizer_files import tokenizer_of_directory

@@ -9,8 +9,6 @@ from trtforge.plugins.errors import ForgeError, InvalidArgument
 from trtforge.plugins.kv_dtypes import KV_DTYPES
 from trtforge.plugins.opdef import ACTIVATION, KV_POOL, Port
 
-_ACTIVATIONS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-
 
 class GraphError(ForgeError):
     """A graph that breaks a rule: our fault. The message names the node or value, the rule, and after what."""
@@ -87,7 +85,7 @@ def _plugin_node(node: ir.Node, model: ir.Model) -> Iterator[str]:
     except InvalidArgument as e:
         yield f"{at}: {e}"
         return
-    kv_dtype = str(attributes["kv_dtype"])
+    kv_dtype = str(attributes.get("kv_dtype", "fp32"))
     inputs, outputs = op.ports(kv_dtype)
     for side, ports, values in (("inputs", inputs, node.inputs), ("outputs", outputs, node.outputs)):
         if len(ports) != len(values):
@@ -112,12 +110,8 @@ def _port(port: Port, value: ir.Value | None, kv_dtype: str) -> Iterator[str]:
     if value.dtype is None or value.shape is None:
         yield f"({value.name!r}) has no type or no shape"
         return
-    if port.dtype == ACTIVATION:
-        if value.dtype not in _ACTIVATIONS:
-            yield f"({value.name!r}) is {value.dtype.name}, want a float type"
-        return
-    want = KV_DTYPES[kv_dtype].onnx if port.dtype == KV_POOL else port.dtype
-    if value.dtype.name != want:
+    if not port.accepts(value.dtype.name, kv_dtype):
+        want = {ACTIVATION: "a float type", KV_POOL: KV_DTYPES[kv_dtype].onnx}.get(port.dtype, port.dtype)
         yield f"({value.name!r}) is {value.dtype.name}, want {want}"
 
 

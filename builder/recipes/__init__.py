@@ -10,7 +10,7 @@ from typing import Any
 from trtforge.builder.spec import QuantSpec
 from trtforge.plugins.errors import InvalidArgument
 
-_WEIGHTS = ("none", "int8", "int4")
+_WEIGHTS = ("none", "as_is", "int8", "int4")
 _GROUP_SIZES = (0, 32, 64, 128)
 _TYPES: dict[str, type] = {"weights": str, "group_size": int, "symmetric": bool, "exclude": list}
 

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtforge.plugins import DOMAIN, OPS, OpDef
+from trtforge.plugins.cpu.ops import CPU_OPS
 from trtforge.plugins.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     import openvino as ov
 
 LIBRARY_NAME = "libtrtforge_cpu.so"
+
+#: The ops of a lowered graph that have kernels.
+KERNEL_OPS = {name: OPS[name] for name in ("KVCacheUpdate", "PagedAttention")} | CPU_OPS
 
 
 def library_path() -> Path:
@@ -44,7 +48,7 @@ def register(core: ov.Core) -> None:
             f"{path}: does not load, perhaps because openvino was changed after it was compiled; "
             f"install trtforge again ({' '.join(str(e).split())})"
         ) from e
-    for op in OPS.values():
+    for op in KERNEL_OPS.values():
         core.add_extension(ConversionExtension(op.name, DOMAIN, _converter(op, path)))
 
 

@@ -22,12 +22,22 @@ namespace trtforge {
     size_t attend_scratch(const Attention&, int64_t);                                                   \
     void fold(const float*, int64_t, float*);                                                           \
     void finish(const float*, int64_t, float*);                                                         \
-    const Kernels table = {#isa, update_token, update_scratch, attend, attend_scratch, fold, finish};   \
+    int64_t linear_tile_rows(const PackedLinear&);                                                      \
+    int64_t linear_row_bytes(const PackedLinear&);                                                      \
+    void prepare_tile(const PackedLinear&, RowTile, uint8_t*);                                              \
+    void prepare_group(const PackedLinear&, const float*, int64_t, uint8_t*);                               \
+    void multiply_tile(const PackedLinear&, int64_t, const uint8_t*, int64_t, float*, const float*, int64_t); \
+    void normalize(const float*, const float*, float, int64_t, float*);                                     \
+    void activate(bool, const float*, int64_t, float*);                                                     \
+    const Kernels table = {#isa,          update_token,     update_scratch,   attend,       attend_scratch, \
+                           fold,          finish,           linear_tile_rows, linear_row_bytes, prepare_tile, \
+                           prepare_group, multiply_tile,    normalize,        activate};                    \
     }
 
 TRTFORGE_DECLARE(generic)
 #if defined(__x86_64__)
 TRTFORGE_DECLARE(avx2)
+TRTFORGE_DECLARE(avx512)
 #endif
 
 namespace {
@@ -42,6 +52,10 @@ bool has_avx2() {
 
 const Kernels* find_isa(const char* name) {
 #if defined(__x86_64__)
+    const bool has_avx512 = has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                            __builtin_cpu_supports("avx512vnni");
+    if (has_avx512 && (!*name || !std::strcmp(name, "avx512"))) return &avx512::table;
     if (has_avx2() && (!*name || !std::strcmp(name, "avx2"))) return &avx2::table;
 #endif
     return !*name || !std::strcmp(name, "generic") ? &generic::table : nullptr;
@@ -59,17 +73,17 @@ float* thread_scratch(size_t floats) {
 // Fewer multiply-adds than this take less time than waking a thread does.
 constexpr int64_t kSerialWork = 1 << 16;
 
-void run_items(int64_t count, int64_t work, const Parallel& parallel, const std::function<void(int64_t)>& item) {
-    if (work >= kSerialWork && count > 1) return parallel(count, item);
-    for (int64_t i = 0; i < count; i++) item(i);
-}
-
 // First position that a row sees.
 int64_t first_seen(const Attention& a, int64_t row) {
     return a.window > 0 ? std::max<int64_t>(0, a.positions[row] - a.window + 1) : 0;
 }
 
 }  // namespace
+
+void run_items(int64_t count, int64_t work, const Parallel& parallel, const std::function<void(int64_t)>& item) {
+    if (work >= kSerialWork && count > 1) return parallel(count, item);
+    for (int64_t i = 0; i < count; i++) item(i);
+}
 
 const Kernels& kernels() {
     const Kernels* k = current.load(std::memory_order_acquire);

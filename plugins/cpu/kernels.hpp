@@ -55,11 +55,56 @@ struct Attention {
     float* out;                                                           // [T, num_heads * D]
 };
 
+// A linear over packed weights (packing.py): out = x_used * weights^T + bias + added, x_used rounded to int8 or x itself.
+struct PackedLinear {
+    int64_t num_rows, in_features, out_features, group_size;
+    int bits, zero_point, scale_bytes;
+    bool has_minimums, int8_activations;
+    const float* x;          // [num_rows, in_features]
+    const uint8_t* weights;  // [row_blocks, block_bytes]
+    const float* bias;       // [out_features], or nullptr
+    const float* added;      // [num_rows, out_features], or nullptr
+    float* out;              // [num_rows, out_features]
+
+    TRTFORGE_INLINE int64_t row_blocks() const { return (out_features + kRows - 1) / kRows; }
+    // A row block is its groups one after the other: codes, scales [kRows], minimums [kRows].
+    TRTFORGE_INLINE int64_t code_bytes() const { return group_size * kRows * bits / 8; }
+    TRTFORGE_INLINE int64_t group_bytes() const {
+        return code_bytes() + kRows * scale_bytes * (has_minimums ? 2 : 1);
+    }
+    TRTFORGE_INLINE int64_t block_bytes() const {
+        return (in_features / group_size * group_bytes() + 63) / 64 * 64;
+    }
+
+    static constexpr int64_t kRows = 16, kColumns = 32;  // interleaved rows, and columns that lie together
+};
+
+// What one layer's attention begins with: q, k and v of the normalized x, all three prepared once.
+struct PackedQkv {
+    PackedLinear linears[3];  // their x is not used
+    const float *x, *norm;    // [num_rows, in_features], [in_features]
+    float epsilon;
+};
+
+// out = x + down(activation(gate(n)) * up(n)), n = the normalized x.
+struct PackedMlp {
+    PackedLinear gate, up, down;  // their x and out are not used
+    const float *x, *norm;        // [num_rows, hidden], [hidden]
+    float epsilon;
+    bool is_gelu;  // GELU in its tanh form; else SiLU
+    float* out;    // [num_rows, hidden]
+};
+
 // Runs item(0) .. item(count - 1), in any order, on any threads, and returns when all are done.
 using Parallel = std::function<void(int64_t count, const std::function<void(int64_t)>& item)>;
 
 void kv_cache_update(const CacheUpdate&, const Parallel&);
 void paged_attention(const Attention&, const Parallel&);
+void packed_linear(const PackedLinear&, const Parallel&);
+void packed_qkv(const PackedQkv&, const Parallel&);
+void packed_mlp(const PackedMlp&, const Parallel&);
+// out [num_rows, in_features] = some rows of the weights, by their ids [num_rows], all below out_features
+void packed_embedding(const PackedLinear& table, const int32_t* row_ids, const Parallel&);
 
 // What is wrong with the indices in a node's inputs, or nullptr; nothing may be run if there is something.
 const char* find_fault(const CacheUpdate&);
@@ -84,6 +129,11 @@ TRTFORGE_INLINE int64_t padded(int64_t head_size) { return (head_size + 7) / 8 *
 // Floats of one query's partial result: the running sum over V [padded], the largest score, the sum of weights.
 TRTFORGE_INLINE int64_t partial_floats(int64_t head_size) { return padded(head_size) + 8; }
 
+// Some rows of x that a kernel takes together.
+struct RowTile {
+    int64_t first, count;
+};
+
 struct Kernels {
     const char* isa;
     void (*update_token)(const CacheUpdate&, int64_t token, float* scratch);
@@ -95,11 +145,28 @@ struct Kernels {
     void (*fold)(const float* next, int64_t head_size, float* partial);
     // out [head_size] = the attention of a query whose partials are folded into one
     void (*finish)(const float* partial, int64_t head_size, float* out);
+    // A linear's activations, prepared by tiles of at most linear_tile_rows; a row takes linear_row_bytes.
+    int64_t (*linear_tile_rows)(const PackedLinear&);
+    int64_t (*linear_row_bytes)(const PackedLinear&);
+    void (*prepare_tile)(const PackedLinear&, RowTile, uint8_t* prepared);
+    // The prepared group of 32 columns with this index (column group * tile.count + row) of a tile, from x.
+    void (*prepare_group)(const PackedLinear&, const float* x, int64_t index, uint8_t* prepared);
+    // out [num_rows, 16], `stride` apart, of a prepared tile and one row block of the weights; added (or nullptr)
+    // lies like out
+    void (*multiply_tile)(const PackedLinear&, int64_t num_rows, const uint8_t* prepared, int64_t row_block, float* out,
+                          const float* added, int64_t stride);
+    // out = x / sqrt(mean(x^2) + epsilon) * weight, all [count]
+    void (*normalize)(const float* x, const float* weight, float epsilon, int64_t count, float* out);
+    // gate = activation(gate) * up, both [count]; count is a multiple of 8
+    void (*activate)(bool is_gelu, const float* up, int64_t count, float* gate);
 };
 
 // The fastest set that this CPU has, or the one that was forced.
 const Kernels& kernels();
-// Forces an instruction set by name ("generic", "avx2"), or the best one by ""; false if this CPU lacks it.
+// Runs items in parallel if `work`, in multiply-adds, is worth waking threads for.
+void run_items(int64_t count, int64_t work, const Parallel&, const std::function<void(int64_t)>& item);
+
+// Forces an instruction set by name ("generic", "avx2", "avx512"), or the best one by ""; false if this CPU lacks it.
 bool force_isa(const char* name);
 
 }  // namespace trtforge

@@ -1,130 +1,13 @@
-// Our ops as OpenVINO operations: checks of types and shapes, and evaluate() over the kernels.
+// The ops over a cache as OpenVINO operations, and the extension's entries: checks of types and shapes, and evaluate() over the kernels.
 //
 // The pool is an input of u8 elements that the ops write in place; it is never an output, which OpenVINO would copy.
 // q_rotated is what orders the write before the read. Attribute names are those of plugins/*.py (a test compares).
-#include <tbb/parallel_for.h>
-#include <tbb/task_arena.h>
-
-#include <algorithm>
-#include <atomic>
 #include <openvino/core/extension.hpp>
 #include <openvino/core/op_extension.hpp>
-#include <openvino/op/op.hpp>
 
-#include "kernels.hpp"
+#include "openvino_op.hpp"
 
 namespace trtforge {
-namespace {
-
-// Items are claimed one by one, so that a thread that wakes late, or shares its core, delays nobody. Runs in the
-// arena of the caller, OpenVINO's own, and so with its number of threads.
-void run_parallel(int64_t count, const std::function<void(int64_t)>& item) {
-    const int64_t workers = std::min<int64_t>(count, tbb::this_task_arena::max_concurrency());
-    std::atomic<int64_t> next{0};
-    tbb::parallel_for(
-        int64_t{0}, workers,
-        [&](int64_t) {
-            for (int64_t i = next++; i < count; i = next++) item(i);
-        },
-        tbb::simple_partitioner());
-}
-
-KVDtype parse_kv_dtype(const ov::Node* node, const std::string& name) {
-    const std::pair<const char*, KVDtype> known[] = {{"fp32", KVDtype::fp32},
-                                                     {"fp16", KVDtype::fp16},
-                                                     {"bf16", KVDtype::bf16},
-                                                     {"int8", KVDtype::int8},
-                                                     {"fp8", KVDtype::fp8}};
-    for (const auto& [text, dtype] : known)
-        if (name == text) return dtype;
-    NODE_VALIDATION_CHECK(node, false, "unknown kv_dtype '", name, "'");
-    return KVDtype::fp32;
-}
-
-// What both ops have in common: the pool and the shape of the heads.
-class PagedOp : public ov::op::Op {
-public:
-    using Op::Op;
-
-    struct Attributes {
-        int64_t layer = 0, num_heads = 1, num_kv_heads = 1, head_size = 1;
-        std::string kv_dtype = "fp32";
-        // PagedAttention's own
-        float scale = 1, softcap = 0;
-        int64_t window = 0;
-    } attributes;
-
-protected:
-    void visit_common(ov::AttributeVisitor& visitor) {
-        visitor.on_attribute("layer", attributes.layer);
-        visitor.on_attribute("num_heads", attributes.num_heads);
-        visitor.on_attribute("num_kv_heads", attributes.num_kv_heads);
-        visitor.on_attribute("head_size", attributes.head_size);
-    }
-
-    KVDtype dtype() const { return parse_kv_dtype(this, attributes.kv_dtype); }
-    size_t num_scales() const { return kv_has_scales(dtype()) ? 1 : 0; }
-
-    void check_attributes() const {
-        const Attributes& n = attributes;
-        NODE_VALIDATION_CHECK(this, n.layer >= 0 && n.head_size > 0 && n.num_kv_heads > 0, "layer=", n.layer,
-                              ", head_size=", n.head_size, ", num_kv_heads=", n.num_kv_heads);
-        NODE_VALIDATION_CHECK(this, n.num_heads > 0 && n.num_heads % n.num_kv_heads == 0, "num_kv_heads=",
-                              n.num_kv_heads, " does not divide num_heads=", n.num_heads);
-        NODE_VALIDATION_CHECK(this, n.window >= 0 && n.softcap >= 0, "window=", n.window, ", softcap=", n.softcap);
-    }
-
-    // The widths of q, and of k and v.
-    int64_t query_width() const { return attributes.num_heads * attributes.head_size; }
-    int64_t key_width() const { return attributes.num_kv_heads * attributes.head_size; }
-
-    void check_input(size_t i, const char* name, std::initializer_list<ov::element::Type> types,
-                     const ov::PartialShape& shape) const {
-        const ov::element::Type type = get_input_element_type(i);
-        const bool known = std::find(types.begin(), types.end(), type) != types.end();
-        NODE_VALIDATION_CHECK(this, known || type.is_dynamic(), name, " has type ", type, ", want ", *types.begin());
-        NODE_VALIDATION_CHECK(this, get_input_partial_shape(i).compatible(shape), name, " has shape ",
-                              get_input_partial_shape(i), ", want ", shape);
-    }
-
-    void check_pool(size_t i) const {
-        const Attributes& n = attributes;
-        const auto any = ov::Dimension::dynamic();
-        check_input(i, "kv_pool", {ov::element::u8},
-                    {any, any, 2, n.num_kv_heads, any, n.head_size * kv_bytes(dtype())});
-        if (num_scales()) check_input(i + 1, "kv_scales", {ov::element::f32}, {any, any, 2, n.num_kv_heads, any, 1});
-    }
-
-    // The tensors' memory is written through: it is the caller's own (bound with shared_memory=True).
-    Pool pool(const ov::TensorVector& in, size_t i) const {
-        const ov::Shape shape = in[i].get_shape();
-        Pool p;
-        p.rows = static_cast<uint8_t*>(const_cast<void*>(static_cast<const void*>(in[i].data())));
-        p.dtype = dtype();
-        p.num_blocks = shape[0];
-        p.layers = shape[1];
-        p.kv_heads = shape[3];
-        p.tokens_per_block = shape[4];
-        p.head_size = attributes.head_size;
-        if (num_scales()) {
-            p.scales = const_cast<float*>(in[i + 1].data<const float>());
-            OPENVINO_ASSERT(in[i + 1].get_size() * attributes.head_size == in[i].get_size(), get_type_info().name,
-                            ": kv_scales does not fit kv_pool");
-        }
-        return p;
-    }
-};
-
-// The op with the same attributes on other inputs.
-template <class T>
-std::shared_ptr<ov::Node> copy_of(const T& op, const ov::OutputVector& inputs) {
-    auto copy = std::make_shared<T>(inputs);
-    copy->attributes = op.attributes;
-    copy->constructor_validate_and_infer_types();
-    return copy;
-}
-
-}  // namespace
 
 class KVCacheUpdate : public PagedOp {
 public:
@@ -163,26 +46,13 @@ public:
     bool has_evaluate() const override { return true; }
 
     bool evaluate(ov::TensorVector& out, const ov::TensorVector& in) const override {
-        CacheUpdate u;
-        u.pool = pool(in, 5);
-        u.layer = attributes.layer;
-        u.num_tokens = in[0].get_shape()[0];
-        u.num_heads = attributes.num_heads;
-        u.rotary = in[3].get_shape()[1];
-        for (size_t i = 1; i < 5; i++)
+        std::vector<int64_t> widened;
+        CacheUpdate u = cache_update(in[3], pool(in, 5), slots_of(in[4], &widened));
+        for (size_t i : {0, 1, 2, 4})
             OPENVINO_ASSERT(in[i].get_shape()[0] == size_t(u.num_tokens), "KVCacheUpdate: inputs differ in tokens");
         u.q = in[0].data<const float>();
         u.k = in[1].data<const float>();
         u.v = in[2].data<const float>();
-        u.cos_sin = in[3].data<const float>();
-        std::vector<int64_t> widened;
-        if (in[4].get_element_type() == ov::element::i32) {
-            const int32_t* const slots = in[4].data<const int32_t>();
-            widened.assign(slots, slots + u.num_tokens);
-            u.slots = widened.data();
-        } else {
-            u.slots = in[4].data<const int64_t>();
-        }
         out[0].set_shape(in[0].get_shape());
         u.q_rotated = out[0].data<float>();
         if (const char* fault = find_fault(u)) OPENVINO_THROW("KVCacheUpdate: ", fault);
@@ -231,26 +101,9 @@ public:
     bool has_evaluate() const override { return true; }
 
     bool evaluate(ov::TensorVector& out, const ov::TensorVector& in) const override {
-        const size_t s = num_scales();
-        Attention a;
-        a.pool = pool(in, 1);
-        a.layer = attributes.layer;
-        a.num_tokens = in[0].get_shape()[0];
-        a.num_heads = attributes.num_heads;
-        a.num_sequences = in[4 + s].get_shape()[0];
-        a.max_blocks = in[5 + s].get_shape()[1];
-        a.scale = attributes.scale;
-        a.softcap = attributes.softcap;
-        a.window = attributes.window;
-        const size_t tokens = a.num_tokens, sequences = a.num_sequences;
-        OPENVINO_ASSERT(in[2 + s].get_size() == tokens && in[3 + s].get_size() == sequences + 1 &&
-                            in[5 + s].get_shape()[0] == sequences,
-                        "PagedAttention: inputs differ in tokens or sequences");
+        Attention a = attention(in, 2 + num_scales(), pool(in, 1));
+        OPENVINO_ASSERT(in[0].get_shape()[0] == size_t(a.num_tokens), "PagedAttention: inputs differ in tokens");
         a.q = in[0].data<const float>();
-        a.positions = in[2 + s].data<const int32_t>();
-        a.query_start = in[3 + s].data<const int32_t>();
-        a.kv_lengths = in[4 + s].data<const int32_t>();
-        a.block_tables = in[5 + s].data<const int32_t>();
         out[0].set_shape(in[0].get_shape());
         a.out = out[0].data<float>();
         if (const char* fault = find_fault(a)) OPENVINO_THROW("PagedAttention: ", fault);
@@ -261,10 +114,15 @@ public:
 
 }  // namespace trtforge
 
-OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>({
-    std::make_shared<ov::OpExtension<trtforge::KVCacheUpdate>>(),
-    std::make_shared<ov::OpExtension<trtforge::PagedAttention>>(),
-}));
+static std::vector<ov::Extension::Ptr> all_ops() {
+    std::vector<ov::Extension::Ptr> ops = trtforge::packed_ops();
+    for (const ov::Extension::Ptr& op : trtforge::fused_ops()) ops.push_back(op);
+    ops.push_back(std::make_shared<ov::OpExtension<trtforge::KVCacheUpdate>>());
+    ops.push_back(std::make_shared<ov::OpExtension<trtforge::PagedAttention>>());
+    return ops;
+}
+
+OPENVINO_CREATE_EXTENSIONS(all_ops());
 
 // For tests: which instruction set runs ("" for the best one); 0 if this CPU lacks it.
 extern "C" __attribute__((visibility("default"))) int trtforge_cpu_force_isa(const char* name) {
@@ -272,3 +130,30 @@ extern "C" __attribute__((visibility("default"))) int trtforge_cpu_force_isa(con
 }
 
 extern "C" __attribute__((visibility("default"))) const char* trtforge_cpu_isa() { return trtforge::kernels().isa; }
+
+// For benchmarks: one linear in an arena of its own. sizes: rows, in_features, out_features, group_size, bits,
+// zero_point, scale_bytes, has_minimums, int8_activations.
+extern "C" __attribute__((visibility("default"))) void trtforge_cpu_packed_linear(
+    const int64_t sizes[9], const float* x, const uint8_t* weights, float* out, int threads) {
+    static tbb::task_arena arena(threads);
+    const trtforge::PackedLinear l{sizes[0],      sizes[1],      sizes[2],      sizes[3], int(sizes[4]), int(sizes[5]),
+                                   int(sizes[6]), sizes[7] != 0, sizes[8] != 0, x,        weights,       nullptr,
+                                   nullptr,       out};
+    arena.execute([&] { trtforge::packed_linear(l, trtforge::run_parallel); });
+}
+
+// For benchmarks: reads a buffer, in an arena of its own.
+extern "C" __attribute__((visibility("default"))) int64_t trtforge_cpu_read(const int64_t* p, int64_t bytes,
+                                                                            int threads) {
+    static tbb::task_arena arena(threads);
+    constexpr int64_t kPiece = 1 << 14;  // of 8 bytes
+    std::atomic<int64_t> total{0};
+    const auto item = [&](int64_t i) {
+        int64_t sums[8] = {};
+        for (int64_t j = i * kPiece; j < (i + 1) * kPiece; j += 8)
+            for (int64_t lane = 0; lane < 8; lane++) sums[lane] += p[j + lane];
+        total += sums[0] + sums[1] + sums[2] + sums[3] + sums[4] + sums[5] + sums[6] + sums[7];
+    };
+    arena.execute([&] { trtforge::run_parallel(bytes / 8 / kPiece, item); });
+    return total;
+}

@@ -42,7 +42,7 @@ def available_cpus() -> int:
 
 
 class CpuExecutor:
-    """An `Executor` on OpenVINO. At full precision a row's logits do not depend on the step's other rows."""
+    """An `Executor` on OpenVINO. A row's logits do not depend on the step's other rows."""
 
     def __init__(self, engine_dir: Path, manifest: Manifest, threads: int) -> None:
         import openvino

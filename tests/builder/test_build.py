@@ -111,7 +111,7 @@ def test_model_without_end_token_is_reported(
             "'fp4' is unknown; choose from: auto, fp32, fp16, bf16, int8, fp8",
         ),
         (BuildConfig(tokens_per_block=24), "24 is not possible; choose from: 8, 16, 32, 64, 128"),
-        (BuildConfig(recipe="int3"), "'int3' is unknown; choose from: full_prec, int4_wo, int8_wo"),
+        (BuildConfig(recipe="int3"), "'int3' is unknown; choose from: as_is, full_prec, int4_wo, int8_wo"),
         (BuildConfig(target="abacus"), "'abacus' is unknown; choose from: cpu"),
         (BuildConfig(target="tensorrt"), "target 'tensorrt' comes with a later version; choose from: cpu"),
         (BuildConfig(target="tensorrt_rtx"), "target 'tensorrt-rtx' comes with a later version"),

@@ -16,7 +16,7 @@ def write(tmp_path: Path, text: str) -> str:
 
 
 def test_shipped_recipes_load() -> None:
-    assert recipes.names() == ("full_prec", "int4_wo", "int8_wo")
+    assert recipes.names() == ("as_is", "full_prec", "int4_wo", "int8_wo")
     assert recipes.load("full_prec") == QuantSpec("full_prec")
     assert recipes.load("int8_wo") == QuantSpec("int8_wo", weights="int8", symmetric=True)
     assert recipes.load("int4_wo").weights == "int4"
@@ -33,7 +33,7 @@ def test_own_file_is_named_after_the_file(tmp_path: Path) -> None:
     [
         ('weight = "int8"', "unknown key 'weight'; did you mean 'weights'?"),
         ("banana = 1", "unknown key 'banana'; known: weights, group_size, symmetric, exclude"),
-        ('weights = "int3"', "'int3' is unknown; choose from: none, int8, int4"),
+        ('weights = "int3"', "'int3' is unknown; choose from: none, as_is, int8, int4"),
         ('weights = "int4"\ngroup_size = 48', "group_size = 48 is not possible; choose from: 0, 32, 64, 128"),
         ('weights = "int4"\ngroup_size = "128"', "group_size = '128' must be a int"),
         ("symmetric = 1", "symmetric = 1 must be a bool"),
@@ -63,5 +63,5 @@ def test_own_file_may_not_pass_for_one_of_ours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "nowhere.toml", "../full_prec"])
 def test_unknown_recipe_names_the_known_ones(name: str) -> None:
-    with pytest.raises(InvalidArgument, match="choose from: full_prec, int4_wo, int8_wo"):
+    with pytest.raises(InvalidArgument, match="choose from: as_is, full_prec, int4_wo, int8_wo"):
         recipes.load(name)

@@ -10,10 +10,11 @@ import pytest
 from checkpoints import prompt_ids
 from graph_runner import GraphRunner
 
+from trtforge.builder.blocks import INT8_PER_CHANNEL, BlockFormat, format_of, round_to_blocks
 from trtforge.builder.checkpoint import Checkpoint, open_checkpoint
 from trtforge.builder.graph import build_graph, lazy_weights, save_graph
 from trtforge.builder.passes import run_passes
-from trtforge.builder.passes.quantize import INT8_PER_CHANNEL, Scheme, quantize_array, scheme_of
+from trtforge.builder.passes.fuse_projections import fuse_projections
 from trtforge.builder.passes.verify import GraphError, verify
 from trtforge.builder.spec import QuantSpec
 from trtforge.builder.translate import Translation, translate
@@ -21,47 +22,57 @@ from trtforge.plugins import DOMAIN
 
 INT8 = QuantSpec("int8_wo", "int8", 0, True)
 INT4 = QuantSpec("int4_wo", "int4", 128, False)
+AS_IS = QuantSpec("as_is", "as_is")
 
-SCHEMES = [
-    Scheme(bits, group, symmetric) for bits in (8, 4) for group in (0, 32) for symmetric in (True, False)
+FORMATS = [
+    BlockFormat(bits, group, symmetric) for bits in (8, 4) for group in (0, 32) for symmetric in (True, False)
 ]
 
 
-def dequantize(q: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | None) -> np.ndarray:
-    rows = q.shape[0]
-    groups = q.astype(np.float32).reshape(rows, scale[0].size, -1)
-    if zero_point is not None:
-        groups = groups - zero_point.astype(np.float32).reshape(rows, -1, 1)
-    return (groups * scale.reshape(rows, -1, 1)).reshape(q.shape)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_a_weight_is_off_by_at_most_half_a_step(scheme: Scheme, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_a_weight_is_off_by_at_most_half_a_step(fmt: BlockFormat, rng: np.random.Generator) -> None:
     weight = (rng.standard_normal((24, 64)) + 0.3).astype(np.float32)
     weight[3] = 0.0
     weight[5] = np.linspace(2.0, 3.0, 64)  # groups on one side of zero
-    q, scale, zero_point = quantize_array(weight, scheme)
-    assert scale.shape == ((24, 2) if scheme.group_size else (24,)) and (scale > 0).all()
-    step = np.repeat(scale.reshape(24, -1), scheme.group_size or 64, axis=1)
-    # with zero points, the zero is rounded to a step too
-    bound = 0.5 if scheme.symmetric else 1.0
-    assert (np.abs(dequantize(q, scale, zero_point) - weight) <= bound * step * (1 + 1e-5)).all()
-    assert (dequantize(q, scale, zero_point)[3] == 0).all(), "zero is exact"
-    used = np.unique(q.astype(np.int32))
-    assert used.min() >= (-(2 ** (scheme.bits - 1)) if scheme.symmetric else 0)
-    assert len(used) > 0.8 * min(2**scheme.bits, 128), "all levels are in use"
+    blocks = round_to_blocks(weight, fmt)
+    assert blocks.scales.shape == (24, 2 if fmt.group_size else 1) and (blocks.scales > 0).all()
+    assert (blocks.minimums is None) == fmt.symmetric
+    step = np.repeat(blocks.scales, fmt.group_size or 64, axis=1)
+    # with minimums, the zero is rounded to a step too
+    bound = 0.5 if fmt.symmetric else 1.0
+    assert (np.abs(blocks.values() - weight) <= bound * step * (1 + 1e-5)).all()
+    assert (blocks.values()[3] == 0).all(), "zero is exact"
+    used = np.unique(blocks.codes.astype(np.int32))
+    assert used.min() >= (-(2 ** (fmt.bits - 1)) if fmt.symmetric else 0)
+    assert len(used) > 0.8 * min(2**fmt.bits, 128), "all levels are in use"
+
+
+def test_rounding_does_not_depend_on_the_slab(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = rng.standard_normal((24, 64)).astype(np.float32)
+    whole = round_to_blocks(weight, BlockFormat(4, 32, False))
+    monkeypatch.setattr("trtforge.builder.blocks._SLAB", 5 * 64)
+    np.testing.assert_array_equal(round_to_blocks(weight, BlockFormat(4, 32, False)).values(), whole.values())
 
 
 def test_groups_are_the_largest_that_divide() -> None:
-    found = [scheme_of(INT4, "layers.0.mlp.up.weight", columns).group_size for columns in (1536, 576, 96)]
-    assert found == [128, 64, 32]
-    assert scheme_of(INT4, "layers.0.mlp.up.weight", 40) == INT8_PER_CHANNEL
-    assert scheme_of(QuantSpec("own", "int4", 32, True), "layers.0.mlp.up.weight", 128) == Scheme(4, 32, True)
+    found = [format_of(INT4, "layers.0.mlp.up.weight", columns, None) for columns in (1536, 576, 96)]
+    assert [fmt and fmt.group_size for fmt in found] == [128, 64, 32]
+    assert format_of(INT4, "layers.0.mlp.up.weight", 40, None) is None
+    own = format_of(QuantSpec("own", "int4", 32, True), "layers.0.mlp.up.weight", 128, None)
+    assert own == BlockFormat(4, 32, True, exact=False)
 
 
 def test_the_head_keeps_eight_bits() -> None:
-    assert scheme_of(INT4, "lm_head.weight", 128) == INT8_PER_CHANNEL
-    assert scheme_of(QuantSpec("own", "int8", 32, False), "embedding.weight", 128) == INT8_PER_CHANNEL
+    assert format_of(INT4, "lm_head.weight", 128, None) == INT8_PER_CHANNEL
+    assert format_of(INT4, "embedding.weight", 128, None) == INT8_PER_CHANNEL
+
+
+def test_as_is_takes_what_is_stored() -> None:
+    stored = BlockFormat(4, 32, False, "FLOAT16")
+    assert format_of(AS_IS, "lm_head.weight", 64, stored) == stored
+    assert format_of(AS_IS, "lm_head.weight", 64, None) is None
 
 
 @pytest.fixture
@@ -95,8 +106,9 @@ def test_a_quantized_graph_computes_with_the_rounded_weights(
     linears = {n.inputs[1].name or "" for n in graph.graph if n.op_type == "Gemm" and n.inputs[1]}
     for name in linears:
         weight = rounded[name].numpy()
-        scheme = scheme_of(quant, name, weight.shape[1])
-        rounded[name] = ir.tensor(dequantize(*quantize_array(weight, scheme)), name=name)
+        fmt = format_of(quant, name, weight.shape[1], None)
+        assert fmt
+        rounded[name] = ir.tensor(round_to_blocks(weight, fmt).values(), name=name)
     kv = spec.kv_layout("fp32", 8)
     prompt = prompt_ids(20)
     found, expected, plain = (
@@ -122,14 +134,45 @@ def test_excluded_linears_stay_as_they_are(opened: Callable[[str], tuple[Transla
     assert {"lm_head.weight", "layers.0.mlp.down.weight", "embedding.weight"} == {
         n for n in kept if "norm" not in n
     }
-    assert initializers["layers.1.mlp.down.weight"].dtype == ir.DataType.INT8
+    assert initializers["layers.1.mlp.down.weight.codes"].dtype == ir.DataType.INT8
 
 
 def test_a_tied_embedding_is_stored_once(opened: Callable[[str], tuple[Translation, Checkpoint]]) -> None:
     graph = run_passes(graph_of(*opened("llama-tied")), INT4).graph
-    assert graph.initializers["embedding.weight"].dtype == ir.DataType.INT8
-    (node,) = [n for n in graph if n.name == "embedding.weight.dequantized"]
-    assert {use.node.name for use in node.outputs[0].uses()} == {"embedding", "lm_head"}
+    codes = graph.initializers["embedding.weight.codes"]
+    assert codes.dtype == ir.DataType.INT8
+    assert {(use.node.name, use.node.op_type) for use in codes.uses()} == {
+        ("embedding", "QuantEmbedding"),
+        ("lm_head", "QuantLinear"),
+    }
+    assert "embedding.weight" not in graph.initializers
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-bias", "phi3", "qwen2"])
+def test_joined_projections_compute_the_same(
+    variant: str, opened: Callable[[str], tuple[Translation, Checkpoint]]
+) -> None:
+    translation, checkpoint = opened(variant)
+    plain = graph_of(translation, checkpoint)
+    joined = fuse_projections(plain)
+    verify(joined, after="pass fuse_projections")
+    names = {n.name for n in joined.graph if n.op_type == "Gemm"}
+    assert {"layers.0.attention.q+k+v", "layers.1.mlp.gate+up"} <= names
+    assert len(names) == 4 * translation.spec.num_layers + 1
+    prompt = prompt_ids(20)
+    kv = translation.spec.kv_layout("fp32", 8)
+    found, wanted = (
+        GraphRunner(g, translation.spec, kv, max_seq_len=32).step({0: prompt})[0] for g in (joined, plain)
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_only_linears_that_are_values_are_joined(
+    opened: Callable[[str], tuple[Translation, Checkpoint]],
+) -> None:
+    quant = QuantSpec("own", "int8", 0, True, exclude=("layers.0.attention.q", "layers.0.attention.v"))
+    names = {n.name for n in run_passes(graph_of(*opened("llama")), quant).graph}
+    assert {"layers.0.attention.q+v", "layers.0.attention.k", "layers.0.mlp.gate", "layers.0.mlp.up"} <= names
 
 
 # The verifier

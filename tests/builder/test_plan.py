@@ -36,7 +36,7 @@ def spec(tiny_checkpoint: Callable[[str], Path]) -> ModelSpec:
     return spec_of(tiny_checkpoint("llama"))
 
 
-CONFIG = BuildConfig(kv_cache_dtype="fp16", limits=Limits(max_seq_len=64))
+CONFIG = BuildConfig(recipe="full_prec", kv_cache_dtype="fp16", limits=Limits(max_seq_len=64))
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
@@ -56,11 +56,9 @@ def test_weights_per_recipe(spec: ModelSpec) -> None:
     sizes = {r.name: r.weight_bytes for r in plan(spec, CONFIG, CPU).recipes}
     assert sizes["full_prec"] == 4 * (linears + 2 * table + vectors) == 4 * spec.num_parameters()
     assert sizes["int8_wo"] == linears + 4 * rows + table + 4 * 288 + 4 * (table + vectors)
-    # Groups of 64 where the input is 64, of 32 where it is 96; a scale of four bytes, half a byte of zero point.
+    # Groups of 64 where the input is 64, of 32 where it is 96; a scale and a minimum of four bytes each.
     groups = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64 * 3)
-    assert sizes["int4_wo"] == linears // 2 + groups * 4 + groups // 2 + table + 4 * 288 + 4 * (
-        table + vectors
-    )
+    assert sizes["int4_wo"] == linears // 2 + groups * 8 + table + 4 * 288 + 4 * (table + vectors)
 
 
 @pytest.mark.parametrize(

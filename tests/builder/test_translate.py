@@ -31,6 +31,12 @@ class Headers:
     def read(self, name: str) -> Any:
         raise AssertionError(f"{name} was read: headers must do")
 
+    def block_format(self, name: str) -> None:
+        return None
+
+    def read_blocks(self, name: str) -> Any:
+        return self.read(name)
+
     def tokenizer(self) -> TokenizerFiles:
         raise AssertionError
 

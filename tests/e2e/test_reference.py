@@ -95,7 +95,7 @@ def letter(seed: int) -> str:
 def engine(real_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In full precision, cache included."""
     output = tmp_path_factory.mktemp("engine") / "smollm2-fp32"
-    build(real_gguf, output, BuildConfig(kv_cache_dtype="fp32"))
+    build(real_gguf, output, BuildConfig(recipe="full_prec", kv_cache_dtype="fp32"))
     return output
 
 

@@ -9,7 +9,7 @@ import pytest
 from trtforge.plugins import cpu
 
 
-@pytest.fixture(params=["generic", "avx2"])
+@pytest.fixture(params=["generic", "avx2", "avx512"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The kernels of one instruction set, forced for the test."""
     assert openvino.__version__  # loaded first: the extension finds its libraries by soname

@@ -40,7 +40,7 @@ def test_only_the_tokens_slots_are_written(kv_dtype: str, isa: str, rng: np.rand
 
 def test_no_pool_is_copied_or_converted() -> None:
     """The compiled graph has one output and no operation on a pool but our own."""
-    for name in OPS:
+    for name in paged.PAGED_OPS:
         compiled = paged.compiled(name, replace(CASE, sequences=())).get_compiled_model()
         assert len(compiled.outputs) == 1
         ops = compiled.get_runtime_model().get_ordered_ops()

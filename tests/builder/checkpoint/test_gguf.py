@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from trtforge.builder.checkpoint import open_checkpoint
+from trtforge.builder.checkpoint.gguf_blocks import BLOCK_TYPES, read_blocks
 from trtforge.builder.translate import translate
 from trtforge.plugins.errors import CheckpointError, UnsupportedModel
 
@@ -160,6 +161,49 @@ def test_a_block_does_not_depend_on_its_neighbours(
     got = open_checkpoint(path).read("extra.weight")
     assert np.isfinite(got).all() and len(np.unique(got[0])) > 8
     np.testing.assert_array_equal(got[4], 2 * got[0])
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_blocks_stand_for_the_values(
+    kind: str, tiny_checkpoint: Callable[[str], Path], tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Codes, scales and minimums of random bytes give the very values that the `gguf` package decodes."""
+    block = BLOCK_TYPES[kind]
+    stored = rng.integers(0, 256, (5, 256 // block.block_values, block.block_bytes), np.uint8)
+    units = rng.normal(0, 0.02, (*stored.shape[:2], 2)).astype(np.float16).view(np.uint8)
+    two = kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+    stored[..., : 4 if two else 2] = units[..., : 4 if two else 2]
+    path = _with_tensor(tiny_checkpoint("llama"), tmp_path / "m.gguf", kind, stored.reshape(5, -1))
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.block_format("extra.weight") == block.format
+    blocks = checkpoint.read_blocks("extra.weight")
+    np.testing.assert_array_equal(blocks.values(), checkpoint.read("extra.weight"))
+    assert blocks.scales.shape == (5, 8) and len(np.unique(blocks.scales)) > 5
+    low, high = (-128, 127) if block.format.bits == 8 else (-8, 7) if block.format.symmetric else (0, 15)
+    assert low <= blocks.codes.min() and (blocks.codes.max() <= high or not block.format.symmetric)
+    assert checkpoint.block_format("model.embed_tokens.weight") is None, "stored as values"
+
+
+def test_blocks_do_not_depend_on_the_piece(rng: np.random.Generator) -> None:
+    raw = rng.integers(0, 128, (12, 36), np.uint8)  # 12 rows of two blocks
+    whole, pieces = (read_blocks(raw, BLOCK_TYPES["Q4_0"], (12, 64), piece) for piece in (1 << 20, 96))
+    np.testing.assert_array_equal(whole.codes, pieces.codes)
+    np.testing.assert_array_equal(whole.scales, pieces.scales)
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-mqa", "phi3"])
+def test_rows_of_blocks_are_in_the_order_of_values(
+    variant: str, tiny_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(gguf_files.write(tmp_path / "m.gguf", tiny_checkpoint(variant), "Q4_1"))
+    translation = translate(checkpoint, 64)
+    for name, shape in translation.spec.weight_shapes().items():
+        source = translation.sources[name]
+        assert (source.block_format(checkpoint) is None) == (len(shape) == 1)
+        if len(shape) == 2:
+            np.testing.assert_array_equal(
+                source.read_blocks(checkpoint).values(), source.read(checkpoint), err_msg=name
+            )
 
 
 def _with_tensor(directory: Path, path: Path, kind: str, blocks: np.ndarray) -> Path:

@@ -1,0 +1,220 @@
+// PackedLinear: some rows of x times one row block of the weights. Compiled once per instruction set.
+//
+// Each output is a sum over the groups of 32 columns from the left, whatever rows are taken together:
+// sum += dot * (scale * unit); sum += minimum * (sum of x). So a row's result does not depend on the other rows.
+#include "linear_dot.hpp"
+
+namespace trtforge {
+namespace TRTFORGE_ISA {
+namespace {
+
+constexpr int kVectors = PackedLinear::kRows / kLanes;  // of a row block's rows
+
+#if defined(__AVX512VNNI__)
+constexpr int kTileRows = 8;
+#else
+constexpr int kTileRows = 4;
+#endif
+constexpr int kFloatTileRows = 4;
+
+static inline bool uses_integers(const PackedLinear& l) {
+#if defined(__AVX2__)
+    return l.int8_activations;
+#else
+    (void)l;
+    return false;
+#endif
+}
+
+// --- activations -------------------------------------------------------------------------------------------------
+
+struct Rounded {
+    f32x8 codes[4];
+    float unit;
+    int32_t sum;
+};
+
+// 32 elements to int8: the arithmetic of the op's body, bit for bit. A NaN makes the unit a NaN.
+static inline Rounded round_group(const float* x) {
+    i32x8 largest_bits = {};
+    for (int i = 0; i < 4; i++) {
+        const i32x8 bits = as_int(load(x + 8 * i)) & 0x7fffffff;  // of floats without sign: ordered as integers
+        largest_bits = bits > largest_bits ? bits : largest_bits;
+    }
+    int32_t most = 0;
+    for (int i = 0; i < 8; i++) most = largest_bits[i] > most ? largest_bits[i] : most;
+    float largest;
+    memcpy(&largest, &most, 4);
+    Rounded r;
+    r.unit = largest < 1e-30f ? 1.0f : largest / 127.0f;
+    i32x8 sums = {};
+    for (int i = 0; i < 4; i++) {
+        r.codes[i] = round8(load(x + 8 * i) / splat(r.unit));
+        sums += to_int(r.codes[i]);
+    }
+    r.sum = 0;
+    for (int i = 0; i < 8; i++) r.sum += sums[i];
+    return r;
+}
+
+static inline void store_codes(const Rounded& r, int8_t* codes) {
+#if defined(__AVX2__)
+    const __m256i a = _mm256_packs_epi32((__m256i)to_int(r.codes[0]), (__m256i)to_int(r.codes[1]));
+    const __m256i b = _mm256_packs_epi32((__m256i)to_int(r.codes[2]), (__m256i)to_int(r.codes[3]));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((__m256i*)codes, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(a, b), order));
+#else
+    for (int i = 0; i < 32; i++) codes[i] = (int8_t)r.codes[i / 8][i % 8];
+#endif
+}
+
+static inline void prepare(const PackedLinear& l, const float* x, IntegerBlock* block) {
+#if defined(__AVX2__)
+    const int bias = l.bits == 4 ? IntegerDot<4>::kBias : IntegerDot<8>::kBias;
+#else
+    const int bias = 0;
+#endif
+    const Rounded r = round_group(x);
+    store_codes(r, block->codes);
+    block->unit = r.unit;
+    block->sum = r.unit * (float)r.sum;
+    block->offset = -(l.zero_point - bias) * r.sum;
+}
+
+static inline void prepare(const PackedLinear& l, const float* x, FloatBlock* block) {
+    if (l.int8_activations) {
+        const Rounded r = round_group(x);
+        for (int i = 0; i < 4; i++) store(block->values + 8 * i, r.codes[i]);
+        block->unit = r.unit;
+        block->sum = r.unit * (float)r.sum;
+    } else {
+        memcpy(block->values, x, sizeof block->values);
+        block->unit = 1.0f;
+        block->sum = sum8((load(x) + load(x + 8)) + (load(x + 16) + load(x + 24)));
+    }
+}
+
+// prepared: [in_features / 32, tile.count] blocks
+template <class Block>
+static void prepare_rows(const PackedLinear& l, RowTile tile, Block* prepared) {
+    for (int64_t m = 0; m < tile.count; m++) {
+        const float* const x = l.x + (tile.first + m) * l.in_features;
+        for (int64_t b = 0; b < l.in_features / 32; b++) prepare(l, x + 32 * b, prepared + b * tile.count + m);
+    }
+}
+
+// --- products ----------------------------------------------------------------------------------------------------
+
+// How far ahead weights are asked for: more than memory answers late.
+constexpr int64_t kAhead = 2048;
+
+// H vectors of weights, from row `first` of the row block, with M rows of x.
+template <class Dot, int Bits, int H, int M>
+static TRTFORGE_INLINE void multiply_part(const PackedLinear& l, const uint8_t* weights, int first,
+                                          const typename Dot::Block* x, lanes_f acc[H][M]) {
+    constexpr int64_t kBlockBytes = PackedLinear::kRows * PackedLinear::kColumns * Bits / 8;
+    const int64_t groups = l.in_features / l.group_size, blocks = l.group_size / PackedLinear::kColumns;
+    const int64_t code_bytes = l.code_bytes(), group_bytes = l.group_bytes(), scale_bytes = l.scale_bytes;
+    for (int64_t g = 0; g < groups; g++, weights += group_bytes) {
+        const uint8_t* const scales = weights + code_bytes + scale_bytes * first;
+        lanes_f scale[H], minimum[H] = {};
+        for (int h = 0; h < H; h++) scale[h] = load_scales(scales + scale_bytes * kLanes * h, scale_bytes);
+        if (l.has_minimums)
+            for (int h = 0; h < H; h++)
+                minimum[h] = load_scales(scales + scale_bytes * (PackedLinear::kRows + kLanes * h), scale_bytes);
+        __builtin_prefetch(scales + kAhead);
+        for (int64_t b = 0; b < blocks; b++, x += M) {
+            const uint8_t* const codes = weights + kBlockBytes * b;
+            for (int64_t line = 0; line < kBlockBytes; line += 64) __builtin_prefetch(codes + kAhead + line);
+            typename Dot::Sum sums[H][M];
+            for (int h = 0; h < H; h++)
+                for (int m = 0; m < M; m++) sums[h][m] = Dot::start(x[m]);
+            Dot::template add<H, M>(codes + 4 * first, l.zero_point, x, sums);
+            for (int h = 0; h < H; h++)
+                for (int m = 0; m < M; m++)
+                    acc[h][m] = lane_madd(Dot::finish(sums[h][m], x[m]), scale[h] * lane_splat(x[m].unit), acc[h][m]);
+            if (!l.has_minimums) continue;
+            for (int h = 0; h < H; h++)
+                for (int m = 0; m < M; m++) acc[h][m] = lane_madd(minimum[h], lane_splat(x[m].sum), acc[h][m]);
+        }
+    }
+}
+
+struct Place {
+    float* out;
+    const float* added;
+    int64_t stride;
+};
+
+// One row of x with kLanes rows of weights, from `column` of all outputs; `place` is that of the row block.
+static TRTFORGE_INLINE void put(const PackedLinear& l, const Place& place, int64_t row, int64_t column, lanes_f v) {
+    const int64_t at = row * place.stride + column % PackedLinear::kRows, count = l.out_features - column;
+    if (count >= kLanes) {
+        if (l.bias) v += load_as<lanes_f>((const uint8_t*)(l.bias + column));
+        if (place.added) v += load_as<lanes_f>((const uint8_t*)(place.added + at));
+        store_as((uint8_t*)(place.out + at), v);
+        return;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const float biased = l.bias ? v[i] + l.bias[column + i] : v[i];
+        place.out[at + i] = place.added ? biased + place.added[at + i] : biased;
+    }
+}
+
+template <class Dot, int Bits, int M>
+static __attribute__((noinline)) void multiply_rows(const PackedLinear& l, const uint8_t* prepared,
+                                                    int64_t row_block, const Place& place) {
+    // Few rows wait for memory: take all of a row block as it comes. With more the sums need the registers.
+    constexpr int H = M <= 2 ? kVectors : 1;
+    const auto* const x = (const typename Dot::Block*)prepared;
+    const uint8_t* const weights = l.weights + row_block * l.block_bytes();
+    for (int part = 0; part < kVectors; part += H) {
+        lanes_f acc[H][M] = {};
+        multiply_part<Dot, Bits, H, M>(l, weights, part * kLanes, x, acc);
+        for (int m = 0; m < M; m++)
+            for (int h = 0; h < H; h++)
+                put(l, place, m, row_block * PackedLinear::kRows + (part + h) * kLanes, acc[h][m]);
+    }
+}
+
+template <class Dot, int Bits, int M>
+static void multiply_up_to(const PackedLinear& l, int64_t num_rows, const uint8_t* prepared, int64_t row_block,
+                           const Place& place) {
+    if (num_rows == M) return multiply_rows<Dot, Bits, M>(l, prepared, row_block, place);
+    if constexpr (M > 1) multiply_up_to<Dot, Bits, M - 1>(l, num_rows, prepared, row_block, place);
+}
+
+}  // namespace
+
+int64_t linear_tile_rows(const PackedLinear& l) { return uses_integers(l) ? kTileRows : kFloatTileRows; }
+
+int64_t linear_row_bytes(const PackedLinear& l) {
+    const int64_t block = uses_integers(l) ? sizeof(IntegerBlock) : sizeof(FloatBlock);
+    return l.in_features / PackedLinear::kColumns * block;
+}
+
+void prepare_tile(const PackedLinear& l, RowTile tile, uint8_t* prepared) {
+    if (uses_integers(l)) return prepare_rows(l, tile, (IntegerBlock*)prepared);
+    prepare_rows(l, tile, (FloatBlock*)prepared);
+}
+
+void prepare_group(const PackedLinear& l, const float* x, int64_t index, uint8_t* prepared) {
+    if (uses_integers(l)) return prepare(l, x, (IntegerBlock*)prepared + index);
+    prepare(l, x, (FloatBlock*)prepared + index);
+}
+
+void multiply_tile(const PackedLinear& l, int64_t num_rows, const uint8_t* prepared, int64_t row_block, float* out,
+                   const float* added, int64_t stride) {
+    const Place place = {out, added, stride};
+#if defined(__AVX2__)
+    if (uses_integers(l)) {
+        if (l.bits == 4) return multiply_up_to<IntegerDot<4>, 4, kTileRows>(l, num_rows, prepared, row_block, place);
+        return multiply_up_to<IntegerDot<8>, 8, kTileRows>(l, num_rows, prepared, row_block, place);
+    }
+#endif
+    if (l.bits == 4) return multiply_up_to<FloatDot<4>, 4, kFloatTileRows>(l, num_rows, prepared, row_block, place);
+    multiply_up_to<FloatDot<8>, 8, kFloatTileRows>(l, num_rows, prepared, row_block, place);
+}
+
+}  // namespace TRTFORGE_ISA
+}  // namespace trtforge
