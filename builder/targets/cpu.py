@@ -10,7 +10,6 @@ tensor with a dynamic first dimension, the bytes of an element folded into the l
 import errno
 import math
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
@@ -21,7 +20,7 @@ from trtforge.builder.graph import save_graph
 from trtforge.builder.passes.fuse_layers import fuse_layers
 from trtforge.builder.passes.pack_linears import pack_linears
 from trtforge.builder.targets import Progress
-from trtforge.plugins import DOMAIN, DOMAIN_VERSION
+from trtforge.plugins import DOMAIN
 from trtforge.plugins import cpu as plugin
 from trtforge.plugins.errors import EngineFailure
 from trtforge.plugins.kv_dtypes import KV_DTYPES
@@ -60,7 +59,7 @@ def compile(graph: "ir.Model", directory: Path, progress: Progress) -> Mapping[s
     for temporary in directory.glob(onnx_file.name + "*"):
         temporary.unlink()
     progress("convert", 1, 1)
-    return {"openvino": version("openvino"), "ops": f"{DOMAIN} {DOMAIN_VERSION}"}
+    return plugin.versions()
 
 
 def _align(directory: Path) -> None:

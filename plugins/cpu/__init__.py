@@ -7,11 +7,13 @@ the ops write in place, with FP32 scales beside it for quantized types; KVCacheU
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtforge.plugins import DOMAIN, OPS, OpDef
+from trtforge.plugins import DOMAIN, DOMAIN_VERSION, OPS, OpDef
 from trtforge.plugins.cpu.ops import CPU_OPS
+from trtforge.plugins.cpu.packing import PACKING_VERSION
 from trtforge.plugins.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -31,6 +33,14 @@ def library_path() -> Path:
             f"{path}: the CPU kernels are not compiled; install a C++17 compiler (g++) and install trtforge again"
         )
     return path
+
+
+def versions() -> dict[str, str]:
+    """What an engine was compiled with and must be loaded with."""
+    return {
+        "openvino": version("openvino"),
+        "ops": f"{DOMAIN} {DOMAIN_VERSION}, packing {PACKING_VERSION}",
+    }
 
 
 def register(core: ov.Core) -> None:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+#: Goes up with every change of the layout above: engines hold packed weights.
+PACKING_VERSION = 1
+
 #: Rows that are interleaved, and columns whose codes lie together.
 ROWS, COLUMNS = 16, 32
 _ALIGNMENT = 64

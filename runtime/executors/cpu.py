@@ -3,14 +3,12 @@
 import math
 import os
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trtforge.plugins import DOMAIN, DOMAIN_VERSION
 from trtforge.plugins import cpu as plugin
 from trtforge.plugins.errors import EngineFailure, EngineFormatError, EnvironmentProblem, ForgeError
 from trtforge.plugins.kv_dtypes import KV_DTYPES
@@ -47,7 +45,7 @@ class CpuExecutor:
     def __init__(self, engine_dir: Path, manifest: Manifest, threads: int) -> None:
         import openvino
 
-        for part, here in {"openvino": version("openvino"), "ops": f"{DOMAIN} {DOMAIN_VERSION}"}.items():
+        for part, here in plugin.versions().items():
             built = manifest.versions.get(part)
             if built != here:
                 raise EngineFormatError(
