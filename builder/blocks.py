@@ -15,7 +15,7 @@ from trtforge.plugins.quant_linear import ACTIVATION_GROUP
 #: Group sizes, tried from the largest that a recipe allows.
 GROUP_SIZES = (128, 64, 32)
 
-#: The output head decides the token: under four bits it keeps eight. A tied embedding is the head.
+#: The output head decides the token: where others have four bits it keeps eight. A tied embedding is the head.
 HEADS = ("embedding.weight", "lm_head.weight")
 
 #: Values are quantized so many at a time, to keep temporary arrays small.

@@ -4,7 +4,6 @@ After this no code knows a Hugging Face or GGUF name.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from trtforge.runtime.manifest import KVGroup, KVLayout, Limits, Rope
 
@@ -131,4 +130,3 @@ class BuildConfig:
     kv_cache_dtype: str = "auto"
     tokens_per_block: int = 16
     limits: Limits = field(default_factory=lambda: Limits(max_seq_len=0))  # 0: the model's own, up to 8192
-    source: Path | None = None

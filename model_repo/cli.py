@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-PORTS = (("http", 8000), ("grpc", 8001), ("metrics", 8002))
+from trtforge.model_repo.environment import DEFAULT_PORTS
 
 
 @click.command()
@@ -60,7 +60,7 @@ def check(repository: Path, checksums: bool) -> None:
 
 
 def port_options(function: "click.decorators.FC") -> "click.decorators.FC":
-    for name, default in reversed(PORTS):
+    for name, default in reversed(DEFAULT_PORTS.items()):
         option = click.option(
             f"--{name}-port",
             type=click.IntRange(0, 65535),

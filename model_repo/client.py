@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 TEXT_MODEL = "ensemble"
 CONNECT_TIMEOUT = 10.0  # seconds
-DEFAULT_URL = "grpc://127.0.0.1:8001"
 
 
 @dataclass(frozen=True)

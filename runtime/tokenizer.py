@@ -123,10 +123,6 @@ class Tokenizer:
             raise InvalidArgument(f"the model has no chat template; {WITHOUT_TEMPLATE}")
         return ChatTemplate(self._template, self.special_tokens)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     @cached_property
     def token_bytes(self) -> TokenBytes:
         """The table that detokenizers share."""
