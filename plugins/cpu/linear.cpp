@@ -164,7 +164,7 @@ void packed_mlp(const PackedMlp& a, const Parallel& parallel) {
     if (gate.num_rows == 0) return;
     const Kernels& k = kernels();
     PackedLinear down = a.down;
-    down.added = a.x;
+    down.added = a.added;
     down.out = a.out;
     Buffer buffer(gate.num_rows * gate.in_features * sizeof(float) + 2 * prepared_bytes(gate) + prepared_bytes(down));
     const auto prepared = prepare_normalized({&gate, &up}, a.x, a.norm, a.epsilon, buffer, parallel);

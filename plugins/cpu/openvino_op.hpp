@@ -160,14 +160,7 @@ inline const int64_t* slots_of(const ov::Tensor& tensor, std::vector<int64_t>* w
     return widened->data();
 }
 
-// A linear stored in a format of one of the fused ops' attributes (PackedLayout.format).
-PackedLinear parse_format(const ov::Node* node, const std::string& format, int64_t in_features, int64_t out_features,
-                          int64_t activation_bits);
-
-// PackedLayer (openvino_layer.cpp).
-ov::Extension::Ptr layer_op();
-// The ops of openvino_packed.cpp and openvino_fused.cpp.
+// The ops of openvino_packed.cpp.
 std::vector<ov::Extension::Ptr> packed_ops();
-std::vector<ov::Extension::Ptr> fused_ops();
 
 }  // namespace trtforge
