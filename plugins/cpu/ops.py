@@ -41,8 +41,8 @@ PACKED_EMBEDDING = OpDef(
 )
 
 _ROW = ("num_blocks", "layers", 2, "num_kv_heads", "tokens_per_block")
-#: A layer's linears, and the outputs of each.
-_LINEARS = {
+#: The linears of a PackedLayer, and the outputs of each.
+LAYER_LINEARS = {
     "q": "num_heads * head_size",
     "k": "num_kv_heads * head_size",
     "v": "num_kv_heads * head_size",
@@ -78,11 +78,11 @@ PACKED_LAYER = OpDef(
         ),
         *(
             Port(f"{n}_weights", "UINT8", (f"{n}_blocks", f"{n}_block_bytes"), "as PackedLinear's weights")
-            for n in _LINEARS
+            for n in LAYER_LINEARS
         ),
         *(
             Port(f"{n}_bias", "FLOAT", (size,), "a zero [1] for none", broadcast=True)
-            for n, size in _LINEARS.items()
+            for n, size in LAYER_LINEARS.items()
         ),
         Port("cos_sin", "FLOAT", ("T", "R"), "as KVCacheUpdate's"),
         Port("slot_mapping", "INT64", ("T",), "as KVCacheUpdate's"),
@@ -104,7 +104,7 @@ PACKED_LAYER = OpDef(
                 str,
                 "bits, zero_point, group_size, scale_bits and has_minimums, as PackedLinear's",
             )
-            for n in _LINEARS
+            for n in LAYER_LINEARS
         ),
         Attribute("activation", str, "of the gate", choices=("silu", "gelu_tanh")),
         Attribute("epsilon", float, "of all norms"),
