@@ -5,7 +5,7 @@ Engines whose layers are all packed run on the native host (plugins/cpu/native_h
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,10 @@ class CpuExecutor:
         for g in range(len(num_blocks)):
             self.host.bind_pool(g, self.pools[f"kv_pool.{g}"], self.pools.get(f"kv_scales.{g}"))
 
-    def run(self, arrays: StepArrays) -> NDArray[np.float32]:
+    def run(self, arrays: StepArrays, meanwhile: Callable[[], None] = lambda: None) -> NDArray[np.float32]:
         """One step. The logits lie in the host's own memory until the next one; nothing is copied."""
         assert self.pools, "allocate first"
+        meanwhile()  # neither host can be launched and then waited for
         return self.host.run(dict(named(arrays)))
 
     def close(self) -> None:
