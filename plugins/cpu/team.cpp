@@ -22,12 +22,12 @@ void relax() {
 #endif
 }
 
-bool is_open(uint64_t region) { return uint32_t(region) < region >> 32; }
+bool is_left(uint64_t items) { return uint32_t(items) < items >> 32; }
 
 }  // namespace
 
-Team::Team(int threads) {
-    for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
+Team::Team(int threads) : shares_(threads) {
+    for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
 }
 
 Team::~Team() {
@@ -46,34 +46,41 @@ void Team::run(int64_t count, const std::function<void(int64_t)>& item) {
     }
     item_ = &item;
     done_.store(0, std::memory_order_relaxed);
-    region_.store(uint64_t(count) << 32);  // sequentially consistent, as asleep_ is: one of the two sees the other
+    const int64_t threads = shares_.size();
+    for (int64_t t = 0; t < threads; t++)  // sequentially consistent, as asleep_ is: one of the two sees the other
+        shares_[t].items.store(uint64_t(count * (t + 1) / threads) << 32 | uint64_t(count * t / threads));
     if (asleep_.load() > 0) {
         const std::lock_guard<std::mutex> lock(mutex_);
         wake_.notify_all();
     }
-    while (claim()) {
-    }
+    do_items(0);
     for (int round = 1; done_.load(std::memory_order_acquire) < count; round++) {
         relax();
         if (round % kRounds == 0) std::this_thread::yield();
     }
 }
 
-// Does one item, if there is one.
-bool Team::claim() {
-    const uint64_t claimed = region_.fetch_add(1, std::memory_order_acq_rel);
-    if (!is_open(claimed)) return false;
-    (*item_)(int64_t(uint32_t(claimed)));
-    done_.fetch_add(1, std::memory_order_acq_rel);
-    return true;
+// The thread's own items, then those that others have left.
+void Team::do_items(size_t thread) {
+    int64_t done = 0;
+    for (size_t i = 0; i < shares_.size(); i++) {
+        std::atomic<uint64_t>& items = shares_[(thread + i) % shares_.size()].items;
+        while (is_left(items.load(std::memory_order_acquire))) {
+            const uint64_t claimed = items.fetch_add(1, std::memory_order_acq_rel);
+            if (!is_left(claimed)) break;
+            (*item_)(int64_t(uint32_t(claimed)));
+            done++;
+        }
+    }
+    if (done) done_.fetch_add(done, std::memory_order_acq_rel);
 }
 
-void Team::work() {
+void Team::work(size_t thread) {
+    const std::atomic<uint64_t>& items = shares_[thread].items;
     auto busy = std::chrono::steady_clock::now();
     for (int round = 1; !closing_.load(std::memory_order_relaxed); round++) {
-        if (is_open(region_.load(std::memory_order_acquire))) {
-            while (claim()) {
-            }
+        if (is_left(items.load(std::memory_order_acquire))) {
+            do_items(thread);
             busy = std::chrono::steady_clock::now();
             round = 0;
             continue;
@@ -82,7 +89,7 @@ void Team::work() {
         if (round % kRounds || std::chrono::steady_clock::now() - busy < kSpin) continue;
         std::unique_lock<std::mutex> lock(mutex_);
         asleep_++;
-        wake_.wait(lock, [this] { return is_open(region_.load()) || closing_; });
+        wake_.wait(lock, [this] { return is_left(items.load()) || closing_; });
         asleep_--;
         lock.unlock();
         busy = std::chrono::steady_clock::now();
