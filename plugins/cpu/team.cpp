@@ -89,7 +89,7 @@ void Team::work(size_t thread) {
         if (round % kRounds || std::chrono::steady_clock::now() - busy < kSpin) continue;
         std::unique_lock<std::mutex> lock(mutex_);
         asleep_++;
-        wake_.wait(lock, [this] { return is_left(items.load()) || closing_; });
+        wake_.wait(lock, [&] { return is_left(items.load()) || closing_; });
         asleep_--;
         lock.unlock();
         busy = std::chrono::steady_clock::now();
