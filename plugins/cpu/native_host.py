@@ -13,6 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtforge.plugins.cpu.ops import LAYER_LINEARS
+from trtforge.plugins.cpu.packing import PackedLayout
+from trtforge.plugins.cpu.program import Node, Program, layouts, number_of
 from trtforge.plugins.errors import EngineFailure, EnvironmentProblem
 from trtforge.plugins.kv_dtypes import KV_DTYPES
 
@@ -20,13 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from trtforge.plugins.cpu.program import Constant, Node, Program
-
 LIBRARY_NAME = "libtrtforge_host.so"
 
-PROGRAM_FILE, WEIGHTS_FILE = "program.json", "weights.bin"
-
-_LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 _NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "attention_post_norm", "mlp_post_norm")
 
 
@@ -41,7 +39,7 @@ class _Linear(Structure):
 
 class _Layer(Structure):
     _fields_ = (
-        *((name, _Linear) for name in _LINEARS),
+        *((name, _Linear) for name in LAYER_LINEARS),
         *((name, c_void_p) for name in _NORMS),
         *((name, c_int64) for name in ("group", "layer", "rope", "window", "is_gelu")),
         *((name, c_float) for name in ("scale", "softcap", "epsilon", "padding")),
@@ -66,10 +64,7 @@ class _Step(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "num_logits")),
         *((name, c_void_p) for name in ("token_ids", "positions", "query_start", "kv_lengths", "logit_rows")),
-        *(
-            (name, c_void_p)
-            for name in ("cos_sin", "rotary", "slot_mapping", "block_tables", "max_blocks")
-        ),
+        *((name, c_void_p) for name in ("cos_sin", "rotary", "slot_mapping", "block_tables", "max_blocks")),
     )
 
 
@@ -115,10 +110,9 @@ class NativeHost:
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         self._map.madvise(mmap.MADV_WILLNEED)
         self._address = np.frombuffer(self._map, np.uint8).ctypes.data
-        self._layers = [node for node in program.nodes if node.op == "PackedLayer"]
-        self._ropes = 1 + max(_index(n.inputs["cos_sin"]) for n in self._layers)
-        self._groups = 1 + max(_index(n.inputs["kv_pool"]) for n in self._layers)
-        self._vocab_size = int(program.nodes[-1].attributes["out_features"])
+        names = list(program.inputs)
+        self._ropes, self._groups = (sum(n.startswith(p) for n in names) for p in ("cos_sin.", "kv_pool."))
+        (self._vocab_size,) = program.input_sizes()["logits"]
         model = self._model(tokens_per_block)
         self._host: int | None = self._library.trtforge_host_open(byref(model), threads)
         if not self._host:
@@ -161,7 +155,7 @@ class NativeHost:
             len(arrays["logit_rows"]),
             *(_address(arrays[name]) for name in ("token_ids", "positions", "query_start", "kv_lengths")),
             _address(arrays["logit_rows"]),
-            *map(ctypes.addressof, lists),
+            *(ctypes.addressof(values) for values in lists),
         )
         logits = POINTER(c_float)()
         fault = self._library.trtforge_host_run(self._host, byref(step), byref(logits))
@@ -178,8 +172,9 @@ class NativeHost:
         self._pools.clear()
 
     def _model(self, tokens_per_block: int) -> _Model:
-        embedding, head, first = self._program.nodes[0], self._program.nodes[-1], self._layers[0].attributes
-        layers = (_Layer * len(self._layers))(*(self._layer(node) for node in self._layers))
+        program = self._program
+        embedding, head, first = program.embedding, program.head, program.layers[0].attributes
+        layers = (_Layer * len(program.layers))(*map(self._layer, program.layers))
         return _Model(
             hidden=first["hidden_size"],
             num_heads=first["num_heads"],
@@ -193,8 +188,8 @@ class NativeHost:
             int8_activations=first["activation_bits"] == 8,
             head_int8_activations=head.attributes["activation_bits"] == 8,
             layers=layers,
-            embedding=self._single(embedding),
-            head=self._single(head),
+            embedding=self._linear(layouts(embedding)["weights"], embedding, "weights"),
+            head=self._linear(layouts(head)["weights"], head, "weights"),
             norm=self._constant(head, "norm"),
             embedding_scale=embedding.attributes["scale"],
             logit_softcap=head.attributes["softcap"],
@@ -202,31 +197,16 @@ class NativeHost:
         )
 
     def _layer(self, node: Node) -> _Layer:
-        n = node.attributes
-        hidden, inner = int(n["hidden_size"]), int(n["intermediate_size"])
-        wide, narrow = (int(n[heads]) * int(n["head_size"]) for heads in ("num_heads", "num_kv_heads"))
-        inputs = dict(zip(_LINEARS, (hidden, hidden, hidden, wide, hidden, hidden, inner), strict=True))
-        outputs = dict(zip(_LINEARS, (wide, narrow, narrow, hidden, inner, inner, hidden), strict=True))
-        linears = {}
-        for name in _LINEARS:
-            bits, zero_point, group_size, scale_bits, has_minimums = map(int, str(n[f"{name}_format"]).split())
-            linears[name] = _Linear(
-                inputs[name],
-                outputs[name],
-                group_size,
-                bits,
-                zero_point,
-                scale_bits // 8,
-                has_minimums,
-                self._constant(node, f"{name}_weights"),
-                self._constant(node, f"{name}_bias"),
-            )
+        n, found = node.attributes, layouts(node)
         return _Layer(
-            **linears,
+            **{
+                name: self._linear(found[f"{name}_weights"], node, f"{name}_weights", f"{name}_bias")
+                for name in LAYER_LINEARS
+            },
             **{norm: self._constant(node, norm) for norm in _NORMS},
-            group=_index(node.inputs["kv_pool"]),
+            group=number_of(node.inputs["kv_pool"]),
             layer=n["layer"],
-            rope=_index(node.inputs["cos_sin"]),
+            rope=number_of(node.inputs["cos_sin"]),
             window=n["window"],
             is_gelu=n["activation"] == "gelu_tanh",
             scale=n["scale"],
@@ -234,26 +214,26 @@ class NativeHost:
             epsilon=n["epsilon"],
         )
 
-    def _single(self, node: Node) -> _Linear:
-        """The linear of a node that has just one."""
-        n = node.attributes
-        numbers = (n[a] for a in ("in_features", "out_features", "group_size", "bits", "zero_point"))
-        rest = (int(n["scale_bits"]) // 8, n["has_minimums"], self._constant(node, "weights"), None)
-        return _Linear(*numbers, *rest)
+    def _linear(self, layout: PackedLayout, node: Node, weights: str, bias: str = "") -> _Linear:
+        return _Linear(
+            layout.in_features,
+            layout.out_features,
+            layout.group_size,
+            layout.bits,
+            layout.zero_point,
+            layout.scale_bits // 8,
+            layout.has_minimums,
+            self._constant(node, weights),
+            self._constant(node, bias),
+        )
 
     def _constant(self, node: Node, port: str) -> int | None:
         """Its address; None if the node has none."""
-        constant: Constant | str | None = node.inputs.get(port)
+        constant = node.inputs.get(port)
         if constant is None:
             return None
         assert not isinstance(constant, str), (node.name, port)
         return self._address + constant.offset
-
-
-def _index(name: Constant | str) -> int:
-    """Of a graph input such as kv_pool.1"""
-    assert isinstance(name, str)
-    return int(name.rpartition(".")[2])
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtforge.plugins import cpu as plugin
-from trtforge.plugins.cpu.native_host import PROGRAM_FILE, WEIGHTS_FILE, NativeHost
+from trtforge.plugins.cpu.native_host import NativeHost
 from trtforge.plugins.cpu.openvino_host import OpenVINOHost
-from trtforge.plugins.cpu.program import Program
+from trtforge.plugins.cpu.program import PROGRAM_FILE, WEIGHTS_FILE, Program
 from trtforge.plugins.errors import EngineFormatError, EnvironmentProblem
 from trtforge.plugins.kv_dtypes import KV_DTYPES
 from trtforge.runtime.executors.base import StepArrays
