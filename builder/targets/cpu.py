@@ -63,8 +63,7 @@ def compile(graph: "ir.Model", directory: Path, progress: Progress) -> Mapping[s
     if any(node.op_type == "PackedLinear" for node in lowered.graph):
         names = unquantized(lowered)
         _log.warning(
-            "%d weights are not quantized, so OpenVINO runs the engine, and decodes slower than the host for "
-            "engines of quantized weights alone: %s",
+            "%d weights are not quantized, so OpenVINO runs the engine, slower than the native host would: %s",
             len(names),
             ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
         )

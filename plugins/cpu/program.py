@@ -354,6 +354,7 @@ def _check_inputs(program: Program) -> None:
     heads, head_size = cast(int, first["num_kv_heads"]), cast(int, first["head_size"])
     dtype = KV_DTYPES[str(first["kv_dtype"])]
     layers = Counter(_group(layer) for layer in program.layers)
+    tokens_per_block = program.inputs[f"kv_pool.{min(layers)}"][3:4]
     for name, shape in program.inputs.items():
         port, number = name.rpartition(".")[0], number_of(name)
         if number and f"{port}.{number - 1}" not in program.inputs:
@@ -363,7 +364,7 @@ def _check_inputs(program: Program) -> None:
                 raise _Fault(f"input {name!r} has sizes {list(shape)}, want an even number up to {head_size}")
             continue
         last = head_size * dtype.bytes if port == "kv_pool" else dtype.scales
-        wanted = (layers[number], 2, heads, *shape[3:4], last)
+        wanted = (layers[number], 2, heads, *tokens_per_block, last)
         if shape != wanted:
             raise _Fault(f"input {name!r} has sizes {list(shape)}, want {list(wanted)}")
 
