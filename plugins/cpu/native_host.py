@@ -139,6 +139,7 @@ class NativeHost:
         import numpy as np
 
         assert len(self._pools) >= self._groups, "bind the pools first"
+        _check_sizes(arrays)
         ropes = [arrays[f"cos_sin.{r}"] for r in range(self._ropes)]
         slots = [arrays[f"slot_mapping.{g}"] for g in range(self._groups)]
         tables = [arrays[f"block_tables.{g}"] for g in range(self._groups)]
@@ -234,6 +235,20 @@ class NativeHost:
             return None
         assert not isinstance(constant, str), (node.name, port)
         return self._address + constant.offset
+
+
+def _check_sizes(arrays: Mapping[str, NDArray[Any]]) -> None:
+    """The host reads as many tokens and sequences of each input as there are of the first."""
+    tokens, sequences = len(arrays["token_ids"]), len(arrays["kv_lengths"])
+    for name, array in arrays.items():
+        if name.startswith(("positions", "cos_sin", "slot_mapping")):
+            wanted = tokens
+        elif name.startswith("block_tables"):
+            wanted = sequences
+        else:
+            wanted = sequences + 1 if name == "query_start" else len(array)
+        if len(array) != wanted:
+            raise EngineFailure(f"the step failed: {name} has {len(array)} rows, want {wanted}")
 
 
 def _address(array: NDArray[Any]) -> int:

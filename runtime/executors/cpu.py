@@ -5,7 +5,7 @@ Engines whose layers are all packed run on the native host (plugins/cpu/native_h
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,6 @@ class CpuExecutor:
     """An `Executor` on this machine's CPUs. A row's logits do not depend on the step's other rows."""
 
     def __init__(self, engine_dir: Path, manifest: Manifest, threads: int) -> None:
-        for part, built in manifest.versions.items():
-            here = plugin.versions().get(part, built)
-            if built != here:
-                raise EngineFormatError(
-                    f"{engine_dir}: built for {part} {built}, here is {here}; build the engine again"
-                )
         self.manifest = manifest
         self.host = open_host(engine_dir, manifest, threads)
         check_sizes(self.host.sizes(), manifest, engine_dir)
@@ -79,13 +73,24 @@ class CpuExecutor:
 
 
 def open_host(engine_dir: Path, manifest: Manifest, threads: int) -> NativeHost | OpenVINOHost:
-    """What runs this engine. Raises EngineFormatError for a damaged one."""
-    file = engine_dir / PROGRAM_FILE
+    """What runs this engine. Raises EngineFormatError for one that is damaged or of other versions."""
+    file, weights = engine_dir / PROGRAM_FILE, engine_dir / WEIGHTS_FILE
     if not file.is_file():
+        check_versions(plugin.versions(), manifest, engine_dir)
         return OpenVINOHost(engine_dir, threads)
-    weights = engine_dir / WEIGHTS_FILE
+    check_versions(plugin.native_versions(), manifest, engine_dir)
     program = Program.from_json(file.read_text(encoding="utf-8"), file, weights.stat().st_size)
     return NativeHost(program, weights, manifest.kv.tokens_per_block, threads)
+
+
+def check_versions(here: Mapping[str, str], manifest: Manifest, engine_dir: Path) -> None:
+    """Raise EngineFormatError unless the engine was built for what is here."""
+    for part, version in here.items():
+        built = manifest.versions.get(part)
+        if built != version:
+            raise EngineFormatError(
+                f"{engine_dir}: built for {part} {built}, here is {version}; build the engine again"
+            )
 
 
 def pools(kv: KVLayout, num_blocks: Sequence[int]) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -114,7 +119,7 @@ def pool_rows(kv: KVLayout) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...
             yield f"kv_scales.{g}", np.dtype(np.float32), (*rows, dtype.scales)
 
 
-def check_sizes(found: dict[str, tuple[int, ...]], manifest: Manifest, engine_dir: Path) -> None:
+def check_sizes(found: Mapping[str, tuple[int, ...]], manifest: Manifest, engine_dir: Path) -> None:
     """Raise EngineFormatError unless the graph's pools, rotations and logits have the manifest's sizes.
 
     Pools of another layout would be read and written past their ends.
