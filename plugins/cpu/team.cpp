@@ -22,11 +22,9 @@ void relax() {
 #endif
 }
 
-bool is_left(uint64_t items) { return uint32_t(items) < items >> 32; }
-
 }  // namespace
 
-Team::Team(int threads) : shares_(threads) {
+Team::Team(int threads) : ranges_(threads) {
     for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
 }
 
@@ -46,9 +44,7 @@ void Team::run(int64_t count, const std::function<void(int64_t)>& item) {
     }
     item_ = &item;
     done_.store(0, std::memory_order_relaxed);
-    const int64_t threads = shares_.size();
-    for (int64_t t = 0; t < threads; t++)  // sequentially consistent, as asleep_ is: one of the two sees the other
-        shares_[t].items.store(uint64_t(count * (t + 1) / threads) << 32 | uint64_t(count * t / threads));
+    ranges_.fill(count);  // sequentially consistent, as asleep_ is: one of the two sees the other
     if (asleep_.load() > 0) {
         const std::lock_guard<std::mutex> lock(mutex_);
         wake_.notify_all();
@@ -60,26 +56,16 @@ void Team::run(int64_t count, const std::function<void(int64_t)>& item) {
     }
 }
 
-// The thread's own items, then those that others have left.
-void Team::do_items(size_t thread) {
+void Team::do_items(int64_t thread) {
     int64_t done = 0;
-    for (size_t i = 0; i < shares_.size(); i++) {
-        std::atomic<uint64_t>& items = shares_[(thread + i) % shares_.size()].items;
-        while (is_left(items.load(std::memory_order_acquire))) {
-            const uint64_t claimed = items.fetch_add(1, std::memory_order_acq_rel);
-            if (!is_left(claimed)) break;
-            (*item_)(int64_t(uint32_t(claimed)));
-            done++;
-        }
-    }
+    for (int64_t i = ranges_.next(thread); i >= 0; i = ranges_.next(thread), done++) (*item_)(i);
     if (done) done_.fetch_add(done, std::memory_order_acq_rel);
 }
 
-void Team::work(size_t thread) {
-    const std::atomic<uint64_t>& items = shares_[thread].items;
+void Team::work(int64_t thread) {
     auto busy = std::chrono::steady_clock::now();
     for (int round = 1; !closing_.load(std::memory_order_relaxed); round++) {
-        if (is_left(items.load(std::memory_order_acquire))) {
+        if (ranges_.has_own(thread)) {
             do_items(thread);
             busy = std::chrono::steady_clock::now();
             round = 0;
@@ -89,7 +75,7 @@ void Team::work(size_t thread) {
         if (round % kRounds || std::chrono::steady_clock::now() - busy < kSpin) continue;
         std::unique_lock<std::mutex> lock(mutex_);
         asleep_++;
-        wake_.wait(lock, [&] { return is_left(items.load()) || closing_; });
+        wake_.wait(lock, [&] { return ranges_.has_own(thread) || closing_; });
         asleep_--;
         lock.unlock();
         busy = std::chrono::steady_clock::now();

@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "ranges.hpp"
+
 namespace trtforge {
 
 class Team {
@@ -20,24 +22,18 @@ public:
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
-    // item(0) .. item(count - 1); returns when all are done. One caller at a time. Each thread has a run of successive
-    // items, for memory is read best from front to back; one that is done takes from the others', item by item, so that
-    // a thread that wakes late or shares its core delays nobody.
+    // item(0) .. item(count - 1), successive ones mostly on one thread, and none waiting for a thread that wakes late or
+    // shares its core (Ranges); returns when all are done. One caller at a time.
     void run(int64_t count, const std::function<void(int64_t)>& item);
 
     int threads() const { return int(workers_.size()) + 1; }
 
 private:
-    // A thread's share of the region: the end of its items in the high half, the next one in the low half. One word, so
-    // that whoever claims an item knows that `item_` belongs to it: run() waits for all items before it changes either.
-    struct alignas(64) Share {
-        std::atomic<uint64_t> items{0};
-    };
+    void work(int64_t thread);
+    void do_items(int64_t thread);
 
-    void work(size_t thread);
-    void do_items(size_t thread);
-
-    std::vector<Share> shares_;
+    // Whoever is given an item knows that `item_` belongs to it: run() waits for all items before it changes either.
+    Ranges ranges_;
     alignas(64) std::atomic<int64_t> done_{0};
     alignas(64) const std::function<void(int64_t)>* item_ = nullptr;
 
