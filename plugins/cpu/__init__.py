@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtforge.plugins import DOMAIN, DOMAIN_VERSION, OPS, OpDef
-from trtforge.plugins.cpu.ops import CPU_OPS
+from trtforge.plugins.cpu.ops import CPU_OPS, CPU_OPS_VERSION
 from trtforge.plugins.cpu.packing import PACKING_VERSION
 from trtforge.plugins.errors import EnvironmentProblem
 
@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
 
 def native_versions() -> dict[str, str]:
     """The same of an engine of the native host."""
-    return {"ops": f"{DOMAIN} {DOMAIN_VERSION}, packing {PACKING_VERSION}"}
+    return {"ops": f"{DOMAIN} {DOMAIN_VERSION}, cpu {CPU_OPS_VERSION}, packing {PACKING_VERSION}"}
 
 
 def register(core: ov.Core) -> None:

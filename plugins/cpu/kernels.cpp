@@ -26,7 +26,7 @@ namespace trtforge {
     int64_t linear_row_bytes(const PackedLinear&);                                                      \
     void prepare_tile(const PackedLinear&, RowTile, uint8_t*);                                              \
     void prepare_group(const PackedLinear&, const float*, int64_t, uint8_t*);                               \
-    void multiply_tile(const PackedLinear&, int64_t, const uint8_t*, int64_t, float*, const float*, int64_t); \
+    void multiply_tile(const PackedLinear&, int64_t, const uint8_t*, Blocks, float*, const float*, int64_t);    \
     void normalize(const float*, const float*, float, int64_t, float*);                                     \
     void activate(bool, const float*, int64_t, float*);                                                     \
     const Kernels table = {#isa,          update_token,     update_scratch,   attend,       attend_scratch, \

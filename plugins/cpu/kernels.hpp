@@ -135,6 +135,11 @@ struct RowTile {
     int64_t first, count;
 };
 
+// Some row blocks of a linear's weights.
+struct Blocks {
+    int64_t first, count;
+};
+
 struct Kernels {
     const char* isa;
     void (*update_token)(const CacheUpdate&, int64_t token, float* scratch);
@@ -152,9 +157,9 @@ struct Kernels {
     void (*prepare_tile)(const PackedLinear&, RowTile, uint8_t* prepared);
     // The prepared group of 32 columns with this index (column group * tile.count + row) of a tile, from x.
     void (*prepare_group)(const PackedLinear&, const float* x, int64_t index, uint8_t* prepared);
-    // out [num_rows, 16], `stride` apart, of a prepared tile and one row block of the weights; added (or nullptr)
-    // lies like out
-    void (*multiply_tile)(const PackedLinear&, int64_t num_rows, const uint8_t* prepared, int64_t row_block, float* out,
+    // out [num_rows, 16 * blocks.count], `stride` apart, of a prepared tile and some row blocks of the weights; added
+    // (or nullptr) lies like out
+    void (*multiply_tile)(const PackedLinear&, int64_t num_rows, const uint8_t* prepared, Blocks, float* out,
                           const float* added, int64_t stride);
     // out = x / sqrt(mean(x^2) + epsilon) * weight, all [count]
     void (*normalize)(const float* x, const float* weight, float epsilon, int64_t count, float* out);

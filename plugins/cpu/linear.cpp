@@ -12,8 +12,6 @@ namespace {
 constexpr int64_t kCachedBytes = 256 << 10;
 // Row blocks that the tiles of a chunk go over one after the other, out of the second-level cache too.
 constexpr int64_t kPieceBytes = 64 << 10;
-// Runs of row blocks that a linear is cut into for few rows: enough to even out threads that share their cores.
-constexpr int64_t kRuns = 64;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -36,34 +34,38 @@ private:
     uint8_t* next_;
 };
 
-// The step's rows in tiles, tiles in chunks that stay in cache, and `blocks` row blocks in runs: an item is one run
-// of one chunk.
+// The step's rows in tiles, tiles in chunks that stay in cache, and `units` of row blocks in pieces: an item is one
+// piece of one chunk.
 struct Cut {
-    int64_t rows, tiles, chunks, blocks, runs;
+    int64_t rows, tiles, chunks, units, pieces;
 
-    Cut(const PackedLinear& l, int64_t blocks) : rows(l.num_rows), blocks(blocks) {
+    // unit_bytes: of a unit's weights
+    Cut(const PackedLinear& l, int64_t units, int64_t unit_bytes) : rows(l.num_rows), units(units) {
         const Kernels& k = kernels();
         tiles = divide_up(rows, k.linear_tile_rows(l));
         const int64_t tile_bytes = k.linear_row_bytes(l) * divide_up(rows, tiles);
         chunks = divide_up(tiles, std::max<int64_t>(1, kCachedBytes / tile_bytes));
-        runs = std::min(blocks, divide_up(kRuns, chunks));
+        // One tile needs no more than the shortest pieces, which even out threads that share their cores.
+        const int64_t piece = tiles == 1 ? 1 : std::max<int64_t>(1, kPieceBytes / unit_bytes);
+        pieces = std::max(divide_up(units, piece), std::min(units, divide_up(kItems, chunks)));
     }
 
-    int64_t items() const { return chunks * runs; }
+    int64_t items() const { return chunks * pieces; }
 
     RowTile tile(int64_t t) const { return {rows * t / tiles, rows * (t + 1) / tiles - rows * t / tiles}; }
 
-    // visit(tile, first block, end block) for all of an item, in pieces of piece_blocks.
+    // visit(tile, units) for all of an item
     template <class Visit>
-    void each(int64_t item, int64_t piece_blocks, const Visit& visit) const {
-        const int64_t chunk = item / runs, run = item % runs, end = blocks * (run + 1) / runs;
-        for (int64_t piece = blocks * run / runs; piece < end; piece += piece_blocks)
-            for (int64_t t = tiles * chunk / chunks; t < tiles * (chunk + 1) / chunks; t++)
-                visit(tile(t), piece, std::min(end, piece + piece_blocks));
+    void each(int64_t item, const Visit& visit) const {
+        const int64_t chunk = item / pieces, piece = item % pieces;
+        const int64_t begin = units * piece / pieces, end = units * (piece + 1) / pieces;
+        for (int64_t t = tiles * chunk / chunks; t < tiles * (chunk + 1) / chunks; t++)
+            visit(tile(t), Blocks{begin, end - begin});
     }
-};
 
-int64_t piece_blocks(const PackedLinear& l) { return std::max<int64_t>(1, kPieceBytes / l.block_bytes()); }
+private:
+    static constexpr int64_t kItems = 64;  // at least, where there are as many
+};
 
 int64_t prepared_bytes(const PackedLinear& l) { return l.num_rows * kernels().linear_row_bytes(l); }
 
@@ -86,19 +88,25 @@ void multiply(const std::vector<Product>& products, const Parallel& parallel) {
         blocks += p.linear->row_blocks();
         work += p.linear->num_rows * p.linear->in_features * p.linear->out_features;
     }
-    const Cut cut(first, blocks);
+    // Pairs of row blocks, which a kernel may take together.
+    constexpr int64_t kUnit = 2;
+    const Cut cut(first, divide_up(blocks, kUnit), kUnit * first.block_bytes());
     const int64_t row_bytes = k.linear_row_bytes(first);
     run_items(cut.items(), work, parallel, [&](int64_t item) {
-        cut.each(item, piece_blocks(first), [&](RowTile tile, int64_t begin, int64_t end) {
-            int64_t before = 0;
+        cut.each(item, [&](RowTile tile, Blocks units) {
+            int64_t begin = units.first * kUnit, end = std::min(blocks, (units.first + units.count) * kUnit);
             for (const Product& p : products) {
                 const PackedLinear& l = *p.linear;
-                for (int64_t b = std::max(begin - before, int64_t{0}); b < std::min(end - before, l.row_blocks()); b++) {
-                    const int64_t at = tile.first * l.out_features + b * l.kRows;
-                    k.multiply_tile(l, tile.count, p.prepared + tile.first * row_bytes, b, l.out + at,
+                const int64_t count = std::min(end, l.row_blocks()) - begin;
+                if (count > 0) {
+                    const int64_t at = tile.first * l.out_features + begin * l.kRows;
+                    k.multiply_tile(l, tile.count, p.prepared + tile.first * row_bytes, {begin, count}, l.out + at,
                                     l.added ? l.added + at : nullptr, l.out_features);
+                    begin += count;
                 }
-                before += l.row_blocks();
+                begin -= l.row_blocks();
+                end -= l.row_blocks();
+                if (end <= 0) break;
             }
         });
     });
@@ -125,7 +133,7 @@ std::vector<const uint8_t*> prepare_normalized(const std::vector<const PackedLin
         }
         found.push_back(prepared[i]);
     }
-    const Cut cut(first, 1);
+    const Cut cut(first, 1, 1);
     run_items(cut.tiles, first.num_rows * count * 8, parallel, [&](int64_t t) {
         const RowTile tile = cut.tile(t);
         for (int64_t row = tile.first; row < tile.first + tile.count; row++)
@@ -144,7 +152,7 @@ void packed_linear(const PackedLinear& l, const Parallel& parallel) {
     const int64_t row_bytes = k.linear_row_bytes(l);
     Buffer buffer(prepared_bytes(l));
     uint8_t* const prepared = buffer.take(prepared_bytes(l));
-    const Cut cut(l, 1);
+    const Cut cut(l, 1, 1);
     run_items(cut.tiles, l.num_rows * l.in_features * 4, parallel, [&](int64_t t) {
         k.prepare_tile(l, cut.tile(t), prepared + cut.tile(t).first * row_bytes);
     });
@@ -173,19 +181,16 @@ void packed_mlp(const PackedMlp& a, const Parallel& parallel) {
     // 32 columns of gate and up at a time: what down takes as one group of activations.
     constexpr int64_t kGroup = PackedLinear::kColumns, kBlocks = kGroup / PackedLinear::kRows, kMostRows = 8;
     const int64_t row_bytes = k.linear_row_bytes(gate), inner_row_bytes = k.linear_row_bytes(down);
-    const Cut cut(gate, gate.out_features / kGroup);
-    const int64_t piece = std::max<int64_t>(1, piece_blocks(gate) / (2 * kBlocks));
-    run_items(cut.items(), 2 * gate.num_rows * gate.in_features * gate.out_features, parallel, [&](int64_t item) {
-        cut.each(item, piece, [&](RowTile tile, int64_t begin, int64_t end) {
+    const Cut cut(gate, gate.out_features / kGroup, kBlocks * (gate.block_bytes() + up.block_bytes()));
+    const int64_t work = 2 * gate.num_rows * gate.in_features * gate.out_features;
+    run_items(cut.items(), work, parallel, [&](int64_t item) {
+        cut.each(item, [&](RowTile tile, Blocks groups) {
             float gated[kMostRows * kGroup], factor[kMostRows * kGroup];
-            for (int64_t g = begin; g < end; g++) {
-                for (int64_t b = 0; b < kBlocks; b++) {
-                    const int64_t block = g * kBlocks + b, at = b * PackedLinear::kRows;
-                    k.multiply_tile(gate, tile.count, prepared[0] + tile.first * row_bytes, block, gated + at, nullptr,
-                                    kGroup);
-                    k.multiply_tile(up, tile.count, prepared[1] + tile.first * row_bytes, block, factor + at, nullptr,
-                                    kGroup);
-                }
+            for (int64_t g = groups.first; g < groups.first + groups.count; g++) {
+                const Blocks blocks{g * kBlocks, kBlocks};
+                const int64_t at = tile.first * row_bytes;
+                k.multiply_tile(gate, tile.count, prepared[0] + at, blocks, gated, nullptr, kGroup);
+                k.multiply_tile(up, tile.count, prepared[1] + at, blocks, factor, nullptr, kGroup);
                 k.activate(a.is_gelu, factor, tile.count * kGroup, gated);
                 for (int64_t m = 0; m < tile.count; m++)
                     k.prepare_group(down, gated + m * kGroup, g * tile.count + m, inner + tile.first * inner_row_bytes);

@@ -3,6 +3,9 @@
 from trtforge.plugins.opdef import Attribute, OpDef, Port
 from trtforge.plugins.paged_attention import PAGED_ATTENTION
 
+#: Goes up with every change of a declaration below: engines hold nodes of them.
+CPU_OPS_VERSION = 2
+
 PACKED_LINEAR = OpDef(
     name="PackedLinear",
     doc="QuantLinear on weights in the layout that the kernel reads (`plugins/cpu/packing.py`), FP32 activations.",

@@ -11,11 +11,10 @@ namespace {
 constexpr int kVectors = PackedLinear::kRows / kLanes;  // of a row block's rows
 
 #if defined(__AVX512VNNI__)
-constexpr int kTileRows = 8;
+constexpr int kTileRows = 8, kFloatTileRows = 8;
 #else
-constexpr int kTileRows = 4;
+constexpr int kTileRows = 4, kFloatTileRows = 4;
 #endif
-constexpr int kFloatTileRows = 4;
 
 static inline bool uses_integers(const PackedLinear& l) {
 #if defined(__AVX2__)
@@ -105,16 +104,29 @@ static void prepare_rows(const PackedLinear& l, RowTile tile, Block* prepared) {
 
 // --- products ----------------------------------------------------------------------------------------------------
 
-// How far ahead weights are asked for: more than memory answers late.
-constexpr int64_t kAhead = 2048;
+// How far ahead weights are asked for: more than memory answers late. Into the second-level cache, since the first has
+// room for fewer answers to wait for.
+constexpr int64_t kAhead = 4096;
+
+template <int Bytes>
+static TRTFORGE_INLINE void ask_for(const uint8_t* p) {
+    for (int line = 0; line < Bytes; line += 64) __builtin_prefetch(p + line, 0, 2);
+}
+
+// Of a row block: its groups, and a group's blocks of kColumns. Divisions that are not done again for every row block.
+struct Sizes {
+    int64_t groups, blocks, code_bytes, group_bytes;
+};
 
 // H vectors of weights, from row `first` of the row block, with M rows of x.
 template <class Dot, int Bits, int H, int M>
-static TRTFORGE_INLINE void multiply_part(const PackedLinear& l, const uint8_t* weights, int first,
+static TRTFORGE_INLINE void multiply_part(const PackedLinear& l, Sizes n, const uint8_t* weights, int first,
                                           const typename Dot::Block* x, lanes_f acc[H][M]) {
     constexpr int64_t kBlockBytes = PackedLinear::kRows * PackedLinear::kColumns * Bits / 8;
-    const int64_t groups = l.in_features / l.group_size, blocks = l.group_size / PackedLinear::kColumns;
-    const int64_t code_bytes = l.code_bytes(), group_bytes = l.group_bytes(), scale_bytes = l.scale_bytes;
+    const auto [groups, blocks, code_bytes, group_bytes] = n;
+    const int scale_bytes = l.scale_bytes;
+    for (int h = 0; h < H; h++)
+        for (int m = 0; m < M; m++) acc[h][m] = lanes_f{};
     for (int64_t g = 0; g < groups; g++, weights += group_bytes) {
         const uint8_t* const scales = weights + code_bytes + scale_bytes * first;
         lanes_f scale[H], minimum[H] = {};
@@ -122,10 +134,10 @@ static TRTFORGE_INLINE void multiply_part(const PackedLinear& l, const uint8_t* 
         if (l.has_minimums)
             for (int h = 0; h < H; h++)
                 minimum[h] = load_scales(scales + scale_bytes * (PackedLinear::kRows + kLanes * h), scale_bytes);
-        __builtin_prefetch(scales + kAhead);
+        ask_for<64>(weights + code_bytes + kAhead);
         for (int64_t b = 0; b < blocks; b++, x += M) {
             const uint8_t* const codes = weights + kBlockBytes * b;
-            for (int64_t line = 0; line < kBlockBytes; line += 64) __builtin_prefetch(codes + kAhead + line);
+            ask_for<kBlockBytes>(codes + kAhead);
             typename Dot::Sum sums[H][M];
             for (int h = 0; h < H; h++)
                 for (int m = 0; m < M; m++) sums[h][m] = Dot::start(x[m]);
@@ -140,10 +152,16 @@ static TRTFORGE_INLINE void multiply_part(const PackedLinear& l, const uint8_t* 
     }
 }
 
+// Where the outputs of a row block go.
 struct Place {
     float* out;
     const float* added;
     int64_t stride;
+
+    void move(int64_t by) {
+        out += by;
+        if (added) added += by;
+    }
 };
 
 // One row of x with kLanes rows of weights, from `column` of all outputs; `place` is that of the row block.
@@ -162,26 +180,31 @@ static TRTFORGE_INLINE void put(const PackedLinear& l, const Place& place, int64
 }
 
 template <class Dot, int Bits, int M>
-static __attribute__((noinline)) void multiply_rows(const PackedLinear& l, const uint8_t* prepared,
-                                                    int64_t row_block, const Place& place) {
+static __attribute__((noinline)) void multiply_rows(const PackedLinear& l, const uint8_t* prepared, Blocks blocks,
+                                                    Place place) {
     // Few rows wait for memory: take all of a row block as it comes. With more the sums need the registers.
     constexpr int H = M <= 2 ? kVectors : 1;
     const auto* const x = (const typename Dot::Block*)prepared;
-    const uint8_t* const weights = l.weights + row_block * l.block_bytes();
-    for (int part = 0; part < kVectors; part += H) {
-        lanes_f acc[H][M] = {};
-        multiply_part<Dot, Bits, H, M>(l, weights, part * kLanes, x, acc);
-        for (int m = 0; m < M; m++)
-            for (int h = 0; h < H; h++)
-                put(l, place, m, row_block * PackedLinear::kRows + (part + h) * kLanes, acc[h][m]);
+    const Sizes n = {l.in_features / l.group_size, l.group_size / PackedLinear::kColumns, l.code_bytes(),
+                     l.group_bytes()};
+    const int64_t block_bytes = l.block_bytes();
+    for (int64_t b = blocks.first; b < blocks.first + blocks.count; b++) {
+        for (int part = 0; part < kVectors; part += H) {
+            lanes_f acc[H][M];
+            multiply_part<Dot, Bits, H, M>(l, n, l.weights + b * block_bytes, part * kLanes, x, acc);
+            for (int m = 0; m < M; m++)
+                for (int h = 0; h < H; h++)
+                    put(l, place, m, b * PackedLinear::kRows + (part + h) * kLanes, acc[h][m]);
+        }
+        place.move(PackedLinear::kRows);
     }
 }
 
 template <class Dot, int Bits, int M>
-static void multiply_up_to(const PackedLinear& l, int64_t num_rows, const uint8_t* prepared, int64_t row_block,
+static void multiply_up_to(const PackedLinear& l, int64_t num_rows, const uint8_t* prepared, Blocks blocks,
                            const Place& place) {
-    if (num_rows == M) return multiply_rows<Dot, Bits, M>(l, prepared, row_block, place);
-    if constexpr (M > 1) multiply_up_to<Dot, Bits, M - 1>(l, num_rows, prepared, row_block, place);
+    if (num_rows == M) return multiply_rows<Dot, Bits, M>(l, prepared, blocks, place);
+    if constexpr (M > 1) multiply_up_to<Dot, Bits, M - 1>(l, num_rows, prepared, blocks, place);
 }
 
 }  // namespace
@@ -203,17 +226,17 @@ void prepare_group(const PackedLinear& l, const float* x, int64_t index, uint8_t
     prepare(l, x, (FloatBlock*)prepared + index);
 }
 
-void multiply_tile(const PackedLinear& l, int64_t num_rows, const uint8_t* prepared, int64_t row_block, float* out,
+void multiply_tile(const PackedLinear& l, int64_t num_rows, const uint8_t* prepared, Blocks blocks, float* out,
                    const float* added, int64_t stride) {
     const Place place = {out, added, stride};
 #if defined(__AVX2__)
     if (uses_integers(l)) {
-        if (l.bits == 4) return multiply_up_to<IntegerDot<4>, 4, kTileRows>(l, num_rows, prepared, row_block, place);
-        return multiply_up_to<IntegerDot<8>, 8, kTileRows>(l, num_rows, prepared, row_block, place);
+        if (l.bits == 4) return multiply_up_to<IntegerDot<4>, 4, kTileRows>(l, num_rows, prepared, blocks, place);
+        return multiply_up_to<IntegerDot<8>, 8, kTileRows>(l, num_rows, prepared, blocks, place);
     }
 #endif
-    if (l.bits == 4) return multiply_up_to<FloatDot<4>, 4, kFloatTileRows>(l, num_rows, prepared, row_block, place);
-    multiply_up_to<FloatDot<8>, 8, kFloatTileRows>(l, num_rows, prepared, row_block, place);
+    if (l.bits == 4) return multiply_up_to<FloatDot<4>, 4, kFloatTileRows>(l, num_rows, prepared, blocks, place);
+    multiply_up_to<FloatDot<8>, 8, kFloatTileRows>(l, num_rows, prepared, blocks, place);
 }
 
 }  // namespace TRTFORGE_ISA
