@@ -26,6 +26,7 @@ CACHE = ROOT / "build" / "cpu"
 KERNELS = ("kv_cache_update.cpp", "paged_attention.cpp", "packed_linear.cpp", "pointwise.cpp")
 SHARED = (
     "kernels.cpp",
+    "attention.cpp",
     "linear.cpp",
     "packed_embedding.cpp",
     "openvino_ops.cpp",
