@@ -25,7 +25,7 @@ SOURCES = ROOT / "plugins" / "cpu"
 CACHE = ROOT / "build" / "cpu"
 #: Compiled once per instruction set; the others once.
 KERNELS = ("kv_cache_update.cpp", "paged_attention.cpp", "packed_linear.cpp", "pointwise.cpp")
-COMMON = ("kernels.cpp", "linear.cpp", "packed_embedding.cpp")
+COMMON = ("kernels.cpp", "attention.cpp", "linear.cpp", "packed_embedding.cpp")
 LIBRARIES = {
     "libtrtforge_cpu": ("openvino_ops.cpp", "openvino_packed.cpp"),
     "libtrtforge_host": ("team.cpp", "decoder.cpp", "host.cpp"),

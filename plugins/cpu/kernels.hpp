@@ -113,22 +113,32 @@ const char* find_fault(const Attention&);
 
 // --- one instruction set's kernels -------------------------------------------------------------------------------
 
-// Rows of one sequence, one KV head and a range of key positions.
+// A row of the step, and where the partial results of the KV head's queries go: [group, partial_floats].
+struct AttentionRow {
+    int64_t row;
+    float* partials;
+};
+
+// Rows whose keys in a range of positions are those of one sequence's blocks; one KV head.
 struct AttentionTile {
-    int64_t first_row, num_rows, sequence, kv_head;
+    const AttentionRow* rows;
+    int64_t num_rows, sequence, kv_head;
     int64_t begin, end;
 };
 
 // A sequence is split at multiples of this, absolute positions, so that a row's sums are always taken in the same
 // order, whoever computes the parts.
-constexpr int64_t kPartition = 512;
+constexpr int64_t kPartition = 256;
 // Keys whose scores are taken together; divides kPartition.
 constexpr int64_t kChunk = 32;
+// Most rows of a tile.
+constexpr int64_t kTileRows = 64;
 
-TRTFORGE_INLINE int64_t padded(int64_t head_size) { return (head_size + 7) / 8 * 8; }
+TRTFORGE_INLINE int64_t padded(int64_t head_size) { return (head_size + 15) / 16 * 16; }
 
-// Floats of one query's partial result: the running sum over V [padded], the largest score, the sum of weights.
-TRTFORGE_INLINE int64_t partial_floats(int64_t head_size) { return padded(head_size) + 8; }
+// Floats of one query's partial result: the running sum over V [padded], the sums of weights by lane [16], the
+// largest score.
+TRTFORGE_INLINE int64_t partial_floats(int64_t head_size) { return padded(head_size) + 32; }
 
 // Some rows of x that a kernel takes together.
 struct RowTile {
@@ -144,13 +154,13 @@ struct Kernels {
     const char* isa;
     void (*update_token)(const CacheUpdate&, int64_t token, float* scratch);
     size_t (*update_scratch)(const CacheUpdate&);
-    // partials: [num_rows * group, partial_floats]
-    void (*attend)(const Attention&, const AttentionTile&, float* scratch, float* partials);
+    // scratch: attend_scratch(num_rows) floats, at a multiple of 64 bytes, as are the rows' partials
+    void (*attend)(const Attention&, const AttentionTile&, float* scratch);
     size_t (*attend_scratch)(const Attention&, int64_t num_rows);
     // partial = partial and `next` together; a query's partials are always folded from the left
     void (*fold)(const float* next, int64_t head_size, float* partial);
-    // out [head_size] = the attention of a query whose partials are folded into one
-    void (*finish)(const float* partial, int64_t head_size, float* out);
+    // out [head_size] = the attention of a query from its partials, `stride` floats apart; changes the first
+    void (*finish)(float* partials, int64_t num_partials, int64_t stride, int64_t head_size, float* out);
     // A linear's activations, prepared by tiles of at most linear_tile_rows; a row takes linear_row_bytes.
     int64_t (*linear_tile_rows)(const PackedLinear&);
     int64_t (*linear_row_bytes)(const PackedLinear&);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels.hpp"
-#include "vec.hpp"
+#include "lanes.hpp"
 
 namespace trtforge {
 namespace TRTFORGE_ISA {
@@ -40,13 +40,16 @@ static inline i32x8 widen_u8(const uint8_t* p) { return __builtin_convertvector(
 static inline i32x8 widen_u16(const uint8_t* p) { return __builtin_convertvector(load_as<u16x8>(p), i32x8); }
 #endif
 
-// Each codec: bytes per element, the largest magnitude (0: not quantized), eight elements to and from fp32.
+// Each codec: bytes per element, the largest magnitude (0: not quantized), eight elements to and from fp32; and
+// kFloats elements to fp32 in units of `unit`, the fast way of attention, which multiplies sums by unit and scale.
 
 struct Fp32 {
     static constexpr int bytes = 4;
     static constexpr float max = 0;
     static inline f32x8 decode(const uint8_t* p) { return load_as<f32x8>(p); }
     static inline void encode(uint8_t* p, f32x8 v) { store_as(p, v); }
+    static constexpr float unit = 1.0f;
+    static inline floats decode_floats(const uint8_t* p) { return load_as<floats>(p); }
 };
 
 struct Bf16 {
@@ -56,6 +59,14 @@ struct Bf16 {
     static inline void encode(uint8_t* p, f32x8 v) {  // nearest, ties to even
         const i32x8 bits = as_int(v);
         store_as(p, __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, u16x8));
+    }
+    static constexpr float unit = 1.0f;
+    static inline floats decode_floats(const uint8_t* p) {
+#if defined(__AVX512F__)
+        return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
+        return decode(p);
+#endif
     }
 };
 
@@ -87,6 +98,14 @@ struct Fp16 {  // saturates
         store_as(p, __builtin_convertvector((magnitude < splat(0x1p-14f) ? subnormal : normal) | sign, u16x8));
     }
 #endif
+    static constexpr float unit = 1.0f;
+    static inline floats decode_floats(const uint8_t* p) {
+#if defined(__AVX512F__)
+        return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+        return decode(p);
+#endif
+    }
 };
 
 struct Int8 {
@@ -95,6 +114,14 @@ struct Int8 {
     static inline f32x8 decode(const uint8_t* p) { return to_float(widen_i8(p)); }
     static inline void encode(uint8_t* p, f32x8 v) {
         store_as(p, __builtin_convertvector(to_int(round8(v)), i8x8));
+    }
+    static constexpr float unit = 1.0f;
+    static inline floats decode_floats(const uint8_t* p) {
+#if defined(__AVX512F__)
+        return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+        return decode(p);
+#endif
     }
 };
 
@@ -116,22 +143,34 @@ struct Fp8 {  // e4m3fn: 1 sign, 4 exponent (bias 7), 3 mantissa bits
         const i32x8 sign = (v < splat(0.0f)) & 0x80;
         store_as(p, __builtin_convertvector((magnitude < splat(0x1p-6f) ? subnormal : normal) | sign, u8x8));
     }
+    // Shifted to fp16's places, a code is its value / 2^8, the difference of the exponents' biases.
+#if defined(__AVX512F__)
+    static constexpr float unit = 256.0f;
+    static inline floats decode_floats(const uint8_t* p) {
+        const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+        return (floats)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((int16_t)0xbfff)));
+    }
+#elif defined(__AVX2__) && defined(__F16C__)
+    static constexpr float unit = 256.0f;
+    static inline floats decode_floats(const uint8_t* p) {
+        const __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7);
+        return (floats)_mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16((int16_t)0xbfff)));
+    }
+#else
+    static constexpr float unit = 1.0f;
+    static inline floats decode_floats(const uint8_t* p) { return decode(p); }
+#endif
 };
 
-// out [padded(n)] = the n elements at `row` times scale, the padding 0.
+// out [padded(n)] = the n elements at `row` in units of Codec::unit, the padding 0.
 template <class Codec>
-static inline void decode_row(const uint8_t* row, float scale, int64_t n, float* out) {
-    const f32x8 unit = splat(scale);
+static inline void decode_row(const uint8_t* row, int64_t n, float* out) {
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        const f32x8 v = Codec::decode(row + i * Codec::bytes);
-        store(out + i, Codec::max > 0 ? v * unit : v);
-    }
-    if (i < n) {
-        uint8_t tail[8 * Codec::bytes] = {};
-        memcpy(tail, row + i * Codec::bytes, (n - i) * Codec::bytes);
-        const f32x8 v = Codec::decode(tail);
-        store(out + i, Codec::max > 0 ? v * unit : v);
+    for (; i + kFloats <= n; i += kFloats) store_floats(out + i, Codec::decode_floats(row + i * Codec::bytes));
+    for (; i < padded(n); i += kFloats) {
+        uint8_t tail[kFloats * Codec::bytes] = {};
+        if (i < n) memcpy(tail, row + i * Codec::bytes, (n - i) * Codec::bytes);
+        store_floats(out + i, Codec::decode_floats(tail));
     }
 }
 

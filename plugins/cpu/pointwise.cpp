@@ -7,25 +7,33 @@ namespace TRTFORGE_ISA {
 
 // Up to 8 floats, zeros behind them.
 static inline f32x8 load_some(const float* p, int64_t count) {
+    if (count >= 8) return load(p);
     f32x8 v = {};
-    memcpy(&v, p, (count < 8 ? count : 8) * sizeof(float));
+    memcpy(&v, p, count * sizeof(float));
     return v;
+}
+
+static inline void store_some(float* p, f32x8 v, int64_t count) {
+    if (count >= 8) return store(p, v);
+    memcpy(p, &v, count * sizeof(float));
 }
 
 void normalize(const float* x, const float* weight, float epsilon, int64_t count, float* out) {
     f32x8 squares[4] = {};
-    for (int64_t i = 0; i < count; i += 32)
-        for (int64_t j = i; j < i + 32 && j < count; j += 8) {
-            const f32x8 v = load_some(x + j, count - j);
-            f32x8& sum = squares[(j - i) / 8];
-            sum = madd(v, v, sum);
+    int64_t i = 0;
+    for (; i + 32 <= count; i += 32)
+        for (int j = 0; j < 4; j++) {
+            const f32x8 v = load(x + i + 8 * j);
+            squares[j] = madd(v, v, squares[j]);
         }
+    for (int j = 0; i < count; i += 8, j++) {
+        const f32x8 v = load_some(x + i, count - i);
+        squares[j] = madd(v, v, squares[j]);
+    }
     const float mean = sum8((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)count;
     const f32x8 factor = splat(1.0f / __builtin_sqrtf(mean + epsilon));
-    for (int64_t i = 0; i < count; i += 8) {
-        const f32x8 v = load_some(x + i, count - i) * factor * load_some(weight + i, count - i);
-        memcpy(out + i, &v, (count - i < 8 ? count - i : 8) * sizeof(float));
-    }
+    for (i = 0; i < count; i += 8)
+        store_some(out + i, load_some(x + i, count - i) * factor * load_some(weight + i, count - i), count - i);
 }
 
 // x / (1 + e^-x), by way of e^-|x| <= 1.
