@@ -52,7 +52,6 @@ def test_structs_are_those_of_the_library() -> None:
 
 
 def test_instruction_sets_agree(engine: Path) -> None:
-    """Products of integers are exact, so AVX2 and AVX-512 give the same bits."""
     found = {}
     for isa in ("generic", "avx2", "avx512"):
         with forced(isa) as there:
@@ -65,8 +64,6 @@ def test_instruction_sets_agree(engine: Path) -> None:
         # a last bit before activations are rounded moves some codes by one
         error = np.abs(logits - found["generic"]).max(axis=1) / np.abs(found["generic"]).max()
         assert error.max() <= 0.05 and np.median(error) <= 0.01, isa
-    if "avx512" in found:
-        np.testing.assert_array_equal(found["avx512"], found["avx2"])
 
 
 @pytest.mark.parametrize("threads", [1, 3, 8])
