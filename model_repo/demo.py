@@ -80,12 +80,14 @@ def run_command(*arguments: str | Path) -> None:
 def prepare(model: Path, out: Path) -> Path:
     """Build the engine and package it, unless that was done: gives the repository."""
     from trtforge.model_repo.serve import require_sound
+    from trtforge.plugins import cpu as plugin
     from trtforge.runtime import manifest
 
     engine, repository = out / "engine", out / "repository"
     try:
+        here = {"trtforge": version("trtforge"), **plugin.versions()}
         built_with = manifest.load(engine).versions
-        if {**built_with, "openvino": version("openvino"), "trtforge": version("trtforge")} != built_with:
+        if any(here.get(part) != built for part, built in built_with.items()):
             raise EngineFormatError(f"{engine} was built with other versions")
         require_sound(repository)
     except (EngineFormatError, RepositoryError):

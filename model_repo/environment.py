@@ -165,9 +165,9 @@ def _required_version(distribution: str) -> str | None:
 
 
 def cpu_kernels(_: Surroundings) -> Finding:
-    """Load the compiled extension for real, in a process of its own: a wrong ABI may crash it."""
-    code = "import openvino; from trtforge.plugins import cpu; cpu.register(openvino.Core()); "
-    code += "print(cpu.library_path())"
+    """Load both compiled libraries for real, in a process of their own: a wrong ABI may crash it."""
+    code = "import openvino; from trtforge.plugins import cpu; from trtforge.plugins.cpu import native_host; "
+    code += "cpu.register(openvino.Core()); native_host.library(); print(cpu.library_path().parent)"
     probe = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if probe.returncode == 0:
         return Finding("CPU kernels", True, probe.stdout.strip())

@@ -30,7 +30,9 @@ token and KV head, for K and V each; a row of zeros has scale 0.
 _CPU_OPS = """
 # Ops of the CPU target
 
-A graph lowered for the CPU has these in the place of others. They have kernels and no function bodies.
+A graph lowered for the CPU has these in the place of others. They have kernels and no function bodies. OpenVINO runs
+graphs with `PackedEmbedding` and `PackedLinear` among other ops; the native host runs chains of `PackedEmbedding`,
+`PackedLayer`s and `PackedHead`, and nothing else.
 """
 
 

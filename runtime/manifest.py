@@ -3,12 +3,13 @@
 This is the contract between builder and runtime, and the only module of the runtime that the builder imports.
 Standard library only. An engine directory holds:
 
-    manifest.json           this
-    model.xml, model.bin    the compiled graph with its weights (target cpu)
-    tokenizer.json          in the format of the `tokenizers` library
-    tokenizer_config.json   bos/eos/pad tokens and whether BOS is added, in Hugging Face's terms
-    chat_template.jinja     if the model has one
-    generation_config.json  in Hugging Face's terms (eos_token_id may be a list)
+    manifest.json              this
+    program.json, weights.bin  what the native host runs, and its weights (target cpu, quantized throughout)
+    model.xml, model.bin       OpenVINO's graph and its weights (target cpu, all others)
+    tokenizer.json             in the format of the `tokenizers` library
+    tokenizer_config.json      bos/eos/pad tokens and whether BOS is added, in Hugging Face's terms
+    chat_template.jinja        if the model has one
+    generation_config.json     in Hugging Face's terms (eos_token_id may be a list)
 
 It is written beside its final name and renamed at the end: an interrupted build leaves no half engine.
 """
@@ -121,7 +122,7 @@ class Manifest:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     activations: str = "fp32"
-    versions: Mapping[str, str] = field(default_factory=dict)  # trtforge, openvino, plugin hash, ...
+    versions: Mapping[str, str] = field(default_factory=dict)  # trtforge, ops; openvino if that runs it
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 

@@ -96,7 +96,7 @@ def test_the_wheel_holds_trtforge_and_all_of_it(wheel: Path) -> None:
     sources = {f for f in tree.files() if f.parts[0] in tree.PARTS and f.suffix not in (".cpp", ".hpp")}
     assert {n for n in names if n.startswith("trtforge/")} == {
         *(f"trtforge/{f}" for f in sources),
-        "trtforge/plugins/cpu/libtrtforge_cpu.so",
+        *(f"trtforge/plugins/cpu/libtrtforge_{name}.so" for name in ("cpu", "host")),
     }
     assert "trtforge-0.1.0.dist-info/licenses/LICENSE" in names
 

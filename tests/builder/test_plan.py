@@ -55,10 +55,11 @@ def test_weights_per_recipe(spec: ModelSpec) -> None:
     table, vectors = 288 * 64, 5 * 64
     sizes = {r.name: r.weight_bytes for r in plan(spec, CONFIG, CPU).recipes}
     assert sizes["full_prec"] == 4 * (linears + 2 * table + vectors) == 4 * spec.num_parameters()
-    assert sizes["int8_wo"] == linears + 4 * rows + table + 4 * 288 + 4 * (table + vectors)
+    tables = 2 * (table + 4 * 288)  # of eight bits, embedding and head
+    assert sizes["int8_wo"] == linears + 4 * rows + tables + 4 * vectors
     # Groups of 64 where the input is 64, of 32 where it is 96; a scale and a minimum of four bytes each.
     groups = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64 * 3)
-    assert sizes["int4_wo"] == linears // 2 + groups * 8 + table + 4 * 288 + 4 * (table + vectors)
+    assert sizes["int4_wo"] == linears // 2 + groups * 8 + tables + 4 * vectors
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,10 @@ def test_weights_are_as_many_bytes_as_an_engine_has(
         recipe = str(tmp_path / "mine.toml")
     config = replace(CONFIG, recipe=recipe)
     build(model, tmp_path / "engine", config)
-    written = (tmp_path / "engine" / "model.bin").stat().st_size
+    (file,) = (tmp_path / "engine").glob("*.bin")
+    written = file.stat().st_size
     planned = plan(spec_of(model), config, CPU).weight_bytes
-    assert planned <= written < planned + 2000  # constants of the graph
+    assert planned <= written < planned + 2500  # constants of the graph; each tensor starts a cache line
 
 
 def test_blocks_and_users_follow_from_the_memory(spec: ModelSpec) -> None:
