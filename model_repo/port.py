@@ -144,11 +144,11 @@ class LocalPort:
             id = output.id.removeprefix(self._prefix)
             gathered = self._running.pop(id, None) if output.finished else self._running.get(id)
             if gathered is None:
-                ready.append(replace(output, id=id))
+                ready.append(output._replace(id=id))
             else:
                 gathered.append(output)
                 if output.finished:
-                    ready.append(replace(merge(gathered), id=id))
+                    ready.append(merge(gathered)._replace(id=id))
         if ready:
             self._deliver(ready)
 

@@ -122,6 +122,7 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._held = ""  # may be the beginning of a stop string
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_split = False  # whether the decoder holds a part of a character
         strip = token_bytes.strip_spaces and not any(token_bytes[i] for i in prompt_ids)
         self._spaces_to_strip = token_bytes.strip_spaces if strip else 0
 
@@ -130,7 +131,7 @@ class Detokenizer:
 
         may_stop: whether a stop string counts yet.
         """
-        return self._advance(b"".join(self._bytes[i] for i in token_ids), False, may_stop)
+        return self._advance(b"".join([self._bytes[i] for i in token_ids]), False, may_stop)
 
     def finish(self, *, may_stop: bool = True) -> str:
         """The text that was held back, at the end of the output; half a character becomes U+FFFD."""
@@ -141,7 +142,7 @@ class Detokenizer:
     def _advance(self, data: bytes, final: bool, may_stop: bool) -> str:
         if self.stopped_by is not None:
             return ""
-        text = self._utf8.decode(data, final)
+        text = self._decode(data, final)
         if self._spaces_to_strip and text:
             stripped = text.lstrip(" ")
             spaces = min(len(text) - len(stripped), self._spaces_to_strip)
@@ -157,6 +158,16 @@ class Detokenizer:
         keep = self._stop_prefix(text) if may_stop else 0
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def _decode(self, data: bytes, final: bool) -> str:
+        if not self._is_split:
+            try:
+                return data.decode()  # nearly always; a fraction of the incremental decoder's time
+            except UnicodeDecodeError:
+                pass
+        text = self._utf8.decode(data, final)
+        self._is_split = bool(self._utf8.getstate()[0])
+        return text
 
     def _first_stop(self, text: str) -> tuple[int, str] | None:
         """(where it ends, the stop string) of the one that is complete first."""

@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -61,6 +61,7 @@ class Engine:
         self._batcher = Batcher(self.manifest)
         self._sampler = Sampler()
         self._recorder = Recorder(self._scheduler)
+        self._unsent: dict[Request, None] = {}  # who may have something new, in order
         self._thread = threading.Thread(target=self._run, name="trtforge-engine", daemon=True)
         # What other threads touch too, under this lock; waiting on it is how an idle engine sleeps.
         self._wake = threading.Condition()
@@ -250,30 +251,35 @@ class Engine:
     # -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._recorder.start()
         try:
             while self._receive():
                 if self._scheduler.has_work:
                     self._step()
+                if not self._scheduler.has_work:  # no step will come that it could be sent in
+                    self._send()
+            self._send()
             for request in self._in_flight():
                 self._scheduler.finish(request, FinishReason.CANCELLED)
-            self._deliver(self._in_flight())
         except BaseException as e:
             log.exception("the engine has failed")
             with self._wake:
                 self._death = e
             for request in self._in_flight():  # the scheduler is not asked: it may be what failed
-                request.finish_reason = FinishReason.ERROR
-                request.error = EngineFailure(f"the engine has failed: {e}")
-            self._deliver(self._in_flight())
+                if request.finish_reason is None:
+                    request.finish_reason = FinishReason.ERROR
+                    request.error = EngineFailure(f"the engine has failed: {e}")
+        self._send_of(self._in_flight())
 
     def _step(self) -> None:
-        """One step of all requests together: the hot loop."""
-        lap = self._recorder.lap()
+        """One step of all requests together: the hot loop. What the step before gave is sent meanwhile."""
+        lap = self._recorder.lap
         step = self._scheduler.plan()
         self._recorder.planned(step)
-        lap("plan")
         try:
-            logits = self._executor.run(self._batcher.arrays(step))
+            arrays = self._batcher.arrays(step)
+            lap("plan")
+            logits = self._executor.run(arrays, meanwhile=self._send)
             lap("run")
             sampled = self._sampler.sample(logits, step)
         except ExecutorLost:
@@ -283,9 +289,9 @@ class Engine:
             return
         self._recorder.stepped(step)
         self._scheduler.commit(step, sampled)
+        self._stop_by_text(step)
+        self._unsent.update((row.request, None) for row in step.rows)
         lap("sample")
-        self._deliver([row.request for row in step.rows])
-        lap("send")
         if self.config.check_integrity:
             self._scheduler.check_integrity()
 
@@ -294,53 +300,80 @@ class Engine:
         with self._wake:
             while not (self._inbox or self._endings or self._scheduler.has_work or self._closing):
                 self._wake.wait()
+                self._recorder.start()
             inbox, self._inbox = self._inbox, []
             endings, self._endings = self._endings, {}
         for request in inbox:
             self._scheduler.add(request)
-        ended = []
         for request_id, reason in endings.items():
-            if request_id in self._outputs:  # else its last step has ended it meanwhile
-                ended.append(self._outputs[request_id][0].request)
-                self._scheduler.finish(ended[-1], reason)
+            found = self._outputs.get(request_id)
+            if (
+                found is not None and found[0].request.finish_reason is None
+            ):  # else a step has ended it meanwhile
+                self._finish(found[0].request, reason)
         for request in self._scheduler.expired(time.monotonic()):
-            ended.append(request)
-            error = DeadlineExceeded(f"not done within its deadline, at {len(request.output_ids)} tokens")
-            self._scheduler.finish(request, FinishReason.ERROR, error=error)
-        self._deliver(ended)
+            late = DeadlineExceeded(f"not done within its deadline, at {len(request.output_ids)} tokens")
+            self._finish(request, FinishReason.ERROR, late)
         return not self._closing
 
     def _fail(self, step: Step, error: Exception) -> None:
         """A step failed: roll it back, end its requests; the others go on."""
+        self._send()  # of the step before, if the executor did not come to it; were this what failed, it fails again
         log.error("a step of %d requests failed", len(step.rows), exc_info=error)
         self._scheduler.rollback(step)
         failure = (
             error if isinstance(error, ForgeError) else EngineFailure(f"{type(error).__name__}: {error}")
         )
         for row in step.rows:
-            self._scheduler.finish(row.request, FinishReason.ERROR, error=failure)
-        self._deliver([row.request for row in step.rows])
+            self._finish(row.request, FinishReason.ERROR, failure)
+
+    def _finish(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
+        self._scheduler.finish(request, reason, error=error)
+        self._unsent[request] = None
+
+    def _stop_by_text(self, step: Step) -> None:
+        """End requests whose text has come to a stop string: this cannot wait until it is sent, since the next step
+        must not have them.
+        """
+        for row in step.rows:
+            request = row.request
+            if request.params.stop:
+                stream = self._outputs[request.id][0]
+                stream.read()
+                if stream.stopped_by is not None and request.finish_reason is None:
+                    self._scheduler.finish(request, FinishReason.STOP, stop_reason=stream.stopped_by)
 
     def _in_flight(self) -> list[Request]:
         with self._wake:
             return [stream.request for stream, _ in self._outputs.values()]
 
-    def _deliver(self, requests: Sequence[Request]) -> None:
+    def _send(self) -> None:
+        """Give out what is new since this was called before."""
+        self._recorder.lap("run")  # called from there, mostly
+        self._send_of(self._unsent)
+        self._unsent.clear()
+        self._recorder.lap("send")
+
+    def _send_of(self, requests: Iterable[Request]) -> None:
         """Give out what is new of these requests: one call for each sink."""
+        now = time.monotonic_ns()
+        tokens_per_block, groups = self.manifest.kv.tokens_per_block, len(self.num_blocks)
         batches: dict[Sink, list[RequestOutput]] = {}
+        given: list[tuple[OutputStream, int]] = []
         for request in requests:
             stream, sink = self._outputs[request.id]
-            text, num_new = stream.take()
-            if stream.stopped_by is not None:
-                self._stop_by_text(request, stream.stopped_by)
+            stream.read()
+            if stream.stopped_by is not None:  # its last token completed the stop string too
+                request.finish_reason, request.stop_reason = FinishReason.STOP, stream.stopped_by
+            num_new = stream.num_new
             if num_new or request.finish_reason is not None:
-                blocks = len(self.num_blocks) * -(-request.num_computed // self.manifest.kv.tokens_per_block)
-                batches.setdefault(sink, []).append(stream.output(text, num_new, blocks))
-                self._recorder.given(stream, num_new)
+                blocks = groups * -(-request.num_computed // tokens_per_block)
+                batches.setdefault(sink, []).append(stream.output(now, blocks))
+                given.append((stream, num_new))
             if request.finish_reason is not None:
                 with self._wake:
                     del self._outputs[request.id]
-        self._recorder.publish()  # before anybody learns that a request has ended
+        self._recorder.given(given)  # before anybody learns that a request has ended
         for sink, outputs in batches.items():
             try:
                 sink(outputs)
@@ -348,9 +381,3 @@ class Engine:
                 log.exception("a sink failed; its requests are cancelled")
                 for output in outputs:
                     self.cancel(output.id)
-
-    def _stop_by_text(self, request: Request, stop: str) -> None:
-        if request.finish_reason is None:
-            self._scheduler.finish(request, FinishReason.STOP, stop_reason=stop)
-        else:  # its last token completed the stop string too
-            request.finish_reason, request.stop_reason = FinishReason.STOP, stop

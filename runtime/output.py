@@ -1,22 +1,22 @@
 """One request's way out: from the tokens that a step gave it to the RequestOutput that its client gets."""
 
-import time
-
 from trtforge.runtime.detokenizer import Detokenizer, TokenBytes
-from trtforge.runtime.request import FinishReason, Request, RequestOutput
-
-_TEXT_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED)
+from trtforge.runtime.request import NO_TIMINGS, FinishReason, Request, RequestOutput
 
 
 class OutputStream:
-    """What of a request has been given out, and when."""
+    """What of a request has been given out, and when.
+
+    `read` takes in the tokens that are new; `output` gives out what was read since the output before.
+    """
 
     def __init__(self, request: Request, token_bytes: TokenBytes) -> None:
         self.request = request
-        self.num_given = 0  # of request.output_ids
+        self.num_read = self.num_given = 0  # of request.output_ids
         self.first_token_ns = 0
         self.last_token_ns = int(request.arrival * 1e9)
         self.latency_ns = 0  # from the tokens before, or from arrival, to the latest ones
+        self._new_text = ""
         self._text = Detokenizer(token_bytes, request.prompt_ids, request.params.stop)
 
     @property
@@ -24,32 +24,35 @@ class OutputStream:
         """The stop string that the text has come to."""
         return self._text.stopped_by
 
-    def take(self) -> tuple[str, int]:
-        """The text of the tokens that are new, and how many they are; up to a stop string.
+    @property
+    def num_new(self) -> int:
+        """Tokens that were read and not yet given out."""
+        return self.num_read - self.num_given
+
+    def read(self) -> None:
+        """Take in the tokens that are new, up to a stop string.
 
         An end token that ended the request is no part of its answer.
         """
-        request, start, text = self.request, self.num_given, ""
-        end = len(request.output_ids)
-        if request.finish_reason is FinishReason.STOP and isinstance(request.stop_reason, int):
+        request, min_tokens = self.request, self.request.params.min_tokens
+        end, reason = len(request.output_ids), request.finish_reason
+        if reason is not None and isinstance(request.stop_reason, int):
             end -= 1
-        while self.num_given < end and self.stopped_by is None:
-            token = request.output_ids[self.num_given]
-            self.num_given += 1
-            text += self._text.feed([token], may_stop=self.num_given >= request.params.min_tokens)
-        if request.finish_reason in _TEXT_ENDS:
-            text += self._text.finish(may_stop=self.num_given >= request.params.min_tokens)
-        if self.num_given > start:
-            now = time.monotonic_ns()
+        while self.num_read < end and self._text.stopped_by is None:
+            token = request.output_ids[self.num_read]
+            self.num_read += 1
+            self._new_text += self._text.feed((token,), may_stop=self.num_read >= min_tokens)
+        if reason is not None and reason is not FinishReason.ERROR:
+            self._new_text += self._text.finish(may_stop=self.num_read >= min_tokens)
+
+    def output(self, now: int, num_kv_blocks: int) -> RequestOutput:
+        """What is new of the request as it stands, given out at `now` (ns, monotonic)."""
+        request, text, new = self.request, self._new_text, slice(self.num_given, self.num_read)
+        if self.num_new:
             self.latency_ns = now - self.last_token_ns
             self.last_token_ns = now
             self.first_token_ns = self.first_token_ns or now
-        return text, self.num_given - start
-
-    def output(self, text: str, num_new: int, num_kv_blocks: int) -> RequestOutput:
-        """The output of what `take` gave, as the request stands now."""
-        request = self.request
-        new = slice(self.num_given - num_new, self.num_given)
+        self._new_text, self.num_given = "", self.num_read
         return RequestOutput(
             id=request.id,
             text=text,
@@ -62,7 +65,7 @@ class OutputStream:
             num_cached_tokens=request.num_cached,
             num_output_tokens=self.num_given,
             num_kv_blocks=num_kv_blocks,
-            timings=self._timings() if request.finish_reason is not None else {},
+            timings=NO_TIMINGS if request.finish_reason is None else self._timings(),
         )
 
     def _timings(self) -> dict[str, int]:

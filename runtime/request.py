@@ -6,13 +6,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from itertools import chain
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from trtforge.plugins.errors import InvalidArgument
 
 #: The most alternatives that a request may ask for at each position.
 MAX_LOGPROBS = 100
+
+#: Below this temperature the best token is certain to FP32 anyway; clients send 1e-6 for greedy.
+GREEDY_TEMPERATURE = 1e-5
+
+NO_TIMINGS: Mapping[str, int] = MappingProxyType({})
 
 #: Of a logit: far above any, and its sum with one still a finite FP32.
 MAX_BIAS = 1e30
@@ -50,6 +57,22 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # None: off; 0: of the chosen token; n: and of the n best
+
+    @cached_property
+    def is_greedy(self) -> bool:
+        """Whether the best token is taken, and none is drawn."""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    @cached_property
+    def keeps_scores(self) -> bool:
+        """Whether a request's past and its biases change no score."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return not (penalties or self.logit_bias or self.bad_words)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the best of the raw logits is taken, once there are min_tokens."""
+        return self.is_greedy and self.keeps_scores
 
     def check(self, vocab_size: int) -> None:
         """Raises InvalidArgument for the first value that is out of its range."""
@@ -116,9 +139,11 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """What a sampler chose for one row of logits; with `error` set, nothing, and the request has failed."""
+class Sampled(NamedTuple):
+    """What a sampler chose for one row of logits; with `error` set, nothing, and the request has failed.
+
+    There is one for each row of each step, and a NamedTuple is made in a third of a frozen dataclass's time.
+    """
 
     token_id: int = -1
     logprobs: TokenLogprobs | None = None
@@ -129,8 +154,9 @@ class Sampled:
 class Request:
     """A request in flight: it has computed some of its tokens, a step computes some more.
 
-    `num_computed` tokens have their K and V in the blocks of `block_tables` (one table per KV group). The
-    token that was sampled last is always still to be computed.
+    `num_computed` tokens have their K and V in the blocks of `block_tables` (one table per KV group): lists
+    that only grow; what gives blocks back makes new ones. The token that was sampled last is always still to
+    be computed.
     """
 
     id: str
@@ -175,15 +201,14 @@ class Request:
         return self.prompt_ids[start:] + self.output_ids[: stop - prompt]
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """A request's share of a step: its tokens [start, start + count), and for how many of the last of them
-    logits are wanted (0 in mid-prefill, 1 usually, more for a verified draft).
+    logits are wanted (0 in mid-prefill, 1 usually, more for a verified draft). A NamedTuple as Sampled is one.
     """
 
     request: Request
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls here
     num_logits: int
 
 
@@ -198,8 +223,7 @@ class Step:
         return sum(r.count for r in self.rows)
 
 
-@dataclass(frozen=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """What one step added to one request; the concatenation over a request is its whole answer.
 
     text: the delta, never half a character and never part of a stop string. token_ids: the tokens, without
@@ -220,7 +244,7 @@ class RequestOutput:
     num_kv_blocks: int = 0  # blocks of all KV groups that hold its tokens
     # Of the last output only, on the monotonic clock: arrival_ns, first_scheduled_ns, first_token_ns,
     # last_token_ns.
-    timings: Mapping[str, int] = field(default_factory=dict)
+    timings: Mapping[str, int] = NO_TIMINGS
 
     @property
     def finished(self) -> bool:

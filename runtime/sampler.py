@@ -3,9 +3,14 @@
 The order is Hugging Face's: logit bias, penalties, bad words and end tokens, then temperature, top-k, top-p,
 min-p. Randomness is counter-based, keyed by (seed, position): a seed gives the same text whatever else is in
 the batch, and after a preemption too.
+
+Nothing sorts or partitions the vocabulary: what is looked for among the best is looked for among the few that
+reach a bound, and the bound comes from the best of each of some hundred groups.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +20,16 @@ from trtforge.runtime.request import Request, Sampled, SamplingParams, Step, Tok
 
 Scores = NDArray[np.float32]  # [vocab]
 
-#: Below this temperature the best token is certain to FP32 anyway; clients send 1e-6 for greedy.
-GREEDY_TEMPERATURE = 1e-5
 #: How many of the best tokens top-p looks at first; only a flat distribution needs more.
-NUCLEUS_FIRST = 512
+NUCLEUS_FIRST = 128
+#: The most weights that top-p sorts.
+MAX_SORTED = 1024
+#: Tokens whose weights are summed up together, for a draw from all of them.
+BLOCK = 256
+#: Values of a group, of which `reached_by` looks at the best only.
+GROUP = 64
+
+_MASK = 2**64 - 1
 
 
 class Sampler:
@@ -28,40 +39,33 @@ class Sampler:
         """logits [R, vocab]: one for each row that wants one. The result is in the order of `step.rows`, None
         where no logits were wanted. A row of logits that is not finite fails its own request, no other.
         """
-        wanting = [i for i, row in enumerate(step.rows) if row.num_logits]
-        assert len(wanting) == len(logits), "one row of logits for each row that wants one"
-        result: list[Sampled | None] = [None] * len(step.rows)
-        best = logits.argmax(axis=1) if len(wanting) else ()
-        for scores, top, i in zip(logits, best, wanting, strict=True):
-            request = step.rows[i].request
-            if not np.isfinite(scores[top]):  # NaN counts as the largest for argmax
-                result[i] = Sampled(
-                    error=EngineFailure(f"the logits are not finite at token {request.num_tokens}")
-                )
-                continue
-            try:
-                token = int(top) if _is_plain(request) else choose(scores, request)
-            except InvalidArgument as e:
-                result[i] = Sampled(error=e)
-                continue
-            wanted = request.params.logprobs
-            result[i] = Sampled(token, None if wanted is None else log_probabilities(scores, token, wanted))
+        best = logits.argmax(axis=1).tolist() if len(logits) else []
+        result: list[Sampled | None] = []
+        wanted = 0
+        for row in step.rows:
+            if row.num_logits:
+                result.append(_sampled(logits[wanted], best[wanted], row.request))
+                wanted += 1
+            else:
+                result.append(None)
+        assert wanted == len(logits), "one row of logits for each row that wants one"
         return result
 
 
-def _is_greedy(params: SamplingParams) -> bool:
-    return params.temperature < GREEDY_TEMPERATURE or params.top_k == 1
-
-
-def _is_plain(request: Request) -> bool:
-    """Whether the request takes the best of the raw logits."""
-    p = request.params
-    return (
-        _is_greedy(p)
-        and p.repetition_penalty == 1.0
-        and not (p.presence_penalty or p.frequency_penalty or p.logit_bias or p.bad_words)
-        and len(request.output_ids) >= p.min_tokens
-    )
+def _sampled(logits: Scores, best: int, request: Request) -> Sampled:
+    """best: of the raw logits [vocab], where NaN counts as the largest."""
+    params = request.params
+    if not math.isfinite(logits.item(best)):
+        return Sampled(error=EngineFailure(f"the logits are not finite at token {request.num_tokens}"))
+    if params.is_plain and len(request.output_ids) >= params.min_tokens:
+        token = best
+    else:
+        try:
+            token = choose(logits, request)
+        except InvalidArgument as e:
+            return Sampled(error=e)
+    wanted = params.logprobs
+    return Sampled(token, None if wanted is None else log_probabilities(logits, token, wanted))
 
 
 def choose(logits: Scores, request: Request) -> int:
@@ -70,14 +74,14 @@ def choose(logits: Scores, request: Request) -> int:
     Raises InvalidArgument if the request's own parameters leave no token.
     """
     scores = process(logits, request)
-    if not np.isfinite(scores.max()):
+    best = int(scores.argmax())
+    if not math.isfinite(scores.item(best)):
         raise InvalidArgument(
             f"no token is left at position {request.num_tokens}: bad_words and logit_bias ban all"
         )
-    if _is_greedy(request.params):
-        return int(scores.argmax())
-    kept = candidates(scores, request.params)
-    return kept.draw(uniform(request.seed, request.num_tokens))
+    if request.params.is_greedy:
+        return best
+    return candidates(scores, request.params).draw(uniform(request.seed, request.num_tokens))
 
 
 # -- what a request's past does to its scores
@@ -85,26 +89,29 @@ def choose(logits: Scores, request: Request) -> int:
 
 
 def process(logits: Scores, request: Request) -> Scores:
-    """Bias, penalties, bad words and min_tokens, in this order, on a copy."""
-    params, scores = request.params, logits.copy()
+    """Bias, penalties, bad words and min_tokens, in this order; on a copy, if they change anything."""
+    params, banned = request.params, len(request.output_ids) < request.params.min_tokens
+    if params.keeps_scores and not banned:
+        return logits
+    scores = logits.copy()
     if params.logit_bias:
         scores[list(params.logit_bias)] += np.fromiter(params.logit_bias.values(), np.float32)
     _penalize(scores, request)
     for word in params.bad_words:
         if len(word) == 1 or ends_with(request, word[:-1]):
             scores[word[-1]] = -np.inf
-    if len(request.output_ids) < params.min_tokens:
+    if banned:
         scores[list(request.end_ids)] = -np.inf
     return scores
 
 
 def _penalize(scores: Scores, request: Request) -> None:
-    """Repetition (Keskar et al. 2019) over prompt and output, presence and frequency (OpenAI) over the
+    """In place. Repetition (Keskar et al. 2019) over prompt and output, presence and frequency (OpenAI) over the
     output.
     """
     p = request.params
     if p.repetition_penalty != 1.0:
-        seen = np.unique(request.prompt_ids + request.output_ids)
+        seen = np.array(request.prompt_ids + request.output_ids)  # some twice, which get the same value twice
         some = scores[seen]
         scores[seen] = np.where(some < 0, some * p.repetition_penalty, some / p.repetition_penalty)
     if request.output_ids and (p.presence_penalty or p.frequency_penalty):
@@ -124,72 +131,150 @@ def ends_with(request: Request, tokens: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The tokens that are left, in ascending order, and their weights: FP64, positive, not normalized."""
+    """The tokens that are left, in ascending order, and their weights: not negative, not normalized; FP32 if the
+    tokens are the whole vocabulary, in which those that are banned have 0, else FP64.
 
-    tokens: NDArray[np.intp]
-    weights: NDArray[np.float64]
+    tokens: None for the whole vocabulary.
+    """
 
-    def keep(self, mask: NDArray[np.bool_]) -> "Candidates":
-        return Candidates(self.tokens[mask], self.weights[mask])
+    tokens: NDArray[np.intp] | None
+    weights: NDArray[Any]
+
+    def take(self, indices: NDArray[np.intp]) -> "Candidates":
+        tokens = indices if self.tokens is None else self.tokens[indices]
+        return Candidates(tokens, self.weights[indices].astype(np.float64))
 
     def draw(self, u: float) -> int:
-        """The token at the share u, in [0, 1), of the cumulative weight."""
-        cumulative = self.weights.cumsum()
-        i = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
-        return int(self.tokens[min(i, len(self.tokens) - 1)])
+        """The token at the share u, in [0, 1), of the weight; never one whose weight is 0."""
+        if len(self.weights) <= 4 * BLOCK:
+            i = at_share(self.weights, u)[0]
+        else:
+            block, rest = at_share(block_sums(self.weights), u)
+            i = block * BLOCK + at_share(self.weights[block * BLOCK :][:BLOCK], rest)[0]
+        return i if self.tokens is None else int(self.tokens[i])
 
 
 def candidates(scores: Scores, params: SamplingParams) -> Candidates:
     """Temperature, top-k, top-p and min-p, in this order, on scores [vocab] of which at least one is
     finite.
     """
-    threshold = -np.inf
+    best, bound = scores.max(), -math.inf
     if 0 < params.top_k < len(scores):
-        threshold = np.partition(scores, -params.top_k)[-params.top_k]  # ties with the last one stay
-    tokens = np.flatnonzero((scores >= threshold) & (scores > -np.inf))
-    scaled = scores[tokens].astype(np.float64) / params.temperature
-    left = Candidates(tokens, np.exp(scaled - scaled.max()))
+        bound = kth_best(scores, params.top_k)  # ties with the last one stay
+    elif params.top_p == 1.0 and params.min_p > 0.0:
+        # A little lower than it is; the weights decide below.
+        bound = float(best) + params.temperature * (math.log(params.min_p) - 0.01)
+    if bound > -math.inf:
+        tokens = np.flatnonzero(scores >= bound)
+        some = scores[tokens].astype(np.float64)
+        left = Candidates(tokens, np.exp((some - float(best)) / params.temperature))
+    else:
+        with np.errstate(
+            over="ignore"
+        ):  # what is so far below the best that FP32 has no number for it weighs 0
+            weights = scores - best
+            weights /= np.float32(params.temperature)
+        left = Candidates(None, np.exp(weights, out=weights))
     if params.top_p < 1.0:
         left = _nucleus(left, params.top_p)
     if params.min_p > 0.0:
-        left = left.keep(left.weights >= params.min_p * left.weights.max())
+        left = left.take(np.flatnonzero(left.weights >= params.min_p * left.weights.max()))
     return left
 
 
 def _nucleus(left: Candidates, top_p: float) -> Candidates:
     """The smallest set of the best tokens whose probabilities reach top_p (Holtzman et al. 2020); at least
-    one.
-
-    Sorting a whole vocabulary costs milliseconds, so the best few are looked at first, then eight times as
-    many.
+    one. Of equals those with the smallest ids.
     """
-    enough = top_p * left.weights.sum()
-    n, count = len(left.tokens), NUCLEUS_FIRST
-    while True:
-        best = np.arange(n) if count >= n else np.argpartition(left.weights, n - count)[n - count :]
-        best = best[np.argsort(-left.weights[best], kind="stable")]
-        cumulative = left.weights[best].cumsum()
-        if count >= n or cumulative[-1] >= enough:
-            kept = best[: int(np.searchsorted(cumulative, enough, side="left")) + 1]
-            return Candidates(left.tokens[np.sort(kept)], left.weights[np.sort(kept)])
-        count *= 8
+    weights = left.weights
+    rest, enough = weights, top_p * float(block_sums(weights).sum())
+    taken, count = 0, NUCLEUS_FIRST  # taken: of the best, those that are in for certain
+    while len(rest) > MAX_SORTED:
+        bound = _near(rest, count)
+        is_best = rest >= bound
+        if is_best.all():
+            is_best = rest > bound
+            if not is_best.any():  # all are alike
+                break
+        best = rest[is_best]
+        weight = float(best.sum(dtype=np.float64))
+        if weight < enough:
+            enough, taken, rest = enough - weight, taken + len(best), rest[~is_best]
+            count = min(4 * count, len(rest) // 2)
+        else:
+            rest, count = best, len(best) // 2
+    rest = -np.sort(-rest)
+    last = min(int(rest.cumsum(dtype=np.float64).searchsorted(enough, side="left")), len(rest) - 1)
+    kept = np.flatnonzero(weights >= rest[last])
+    if surplus := len(kept) - (taken + last + 1):
+        equal = np.flatnonzero(weights[kept] == rest[last])
+        kept = np.delete(kept, equal[-surplus:])
+    return left.take(kept)
+
+
+def _near(values: NDArray[Any], count: int) -> float:
+    """About the count-th largest; between the least and the largest."""
+    if count * 4 <= len(values) // GROUP * 3:
+        return reached_by(values, count)
+    sample = np.sort(values[:: len(values) // 128])
+    return float(sample[-1 - count * len(sample) // len(values)])
+
+
+def kth_best(values: NDArray[Any], k: int) -> float:
+    """The k-th largest value, counted with repetition; k from 1 to all of them."""
+    few = values[values >= reached_by(values, k)]
+    return float(np.partition(few, len(few) - k)[len(few) - k])
+
+
+def reached_by(values: NDArray[Any], count: int) -> float:
+    """A bound that at least `count` of the values reach, and few more: the count-th largest of what the groups
+    have as their largest. A pass over the values in order, where a partition jumps about in them."""
+    groups = len(values) // GROUP
+    if count * 4 > groups * 3:  # so many that the best of the groups tell little
+        return float(np.partition(values, len(values) - count)[len(values) - count])
+    largest = values[: groups * GROUP].reshape(GROUP, groups).max(axis=0)
+    return float(np.partition(largest, groups - count)[groups - count])
+
+
+def block_sums(weights: NDArray[Any]) -> NDArray[np.float64]:
+    """Of each BLOCK of the weights, in order."""
+    return np.add.reduceat(weights, np.arange(0, len(weights), BLOCK)).astype(np.float64)
+
+
+def at_share(weights: NDArray[Any], u: float) -> tuple[int, float]:
+    """(The index at the share u of the cumulative weight, which part of its own weight lies before that, both in
+    [0, 1)). Never one whose weight is 0; at least one is more."""
+    cumulative = weights.cumsum(dtype=np.float64)
+    total = cumulative.item(-1)
+    last = int(cumulative.searchsorted(total, side="left"))
+    i = min(int(cumulative.searchsorted(u * total, side="right")), last)
+    before = cumulative.item(i - 1) if i else 0.0
+    return i, min(max((u * total - before) / (cumulative.item(i) - before), 0.0), 1.0)
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from the counter-based generator Philox4x64 (Salmon et al. 2011)."""
-    key = np.array([seed % 2**64, 0], np.uint64)  # a list with a large seed would be rounded to FP64
-    raw = int(np.random.Philox(key=key, counter=[position, 0, 0, 0]).random_raw())
-    return (raw >> 11) * 2.0**-53
+    """A number in [0, 1) from the counter-based generator Philox4x64 (Salmon et al. 2011), its first word.
+
+    In plain integers, which takes half the time of making NumPy's generator."""
+    key0, key1 = seed & _MASK, 0
+    a, b, c, d = (position + 1) & _MASK, 0, 0, 0
+    for _ in range(10):
+        p, q = 0xD2E7470EE14C6C93 * a, 0xCA5A826395121157 * c
+        a, b, c, d = (q >> 64) ^ b ^ key0, q & _MASK, (p >> 64) ^ d ^ key1, p & _MASK
+        key0, key1 = (key0 + 0x9E3779B97F4A7C15) & _MASK, (key1 + 0xBB67AE8584CAA73B) & _MASK
+    return (a >> 11) * 2.0**-53
 
 
 def log_probabilities(logits: Scores, token: int, top: int) -> TokenLogprobs:
-    """Of the raw logits [vocab]: the chosen token's, and the `top` best with theirs, best first."""
-    x = logits.astype(np.float64)
-    x -= x.max()
-    x -= np.log(np.exp(x).sum())
+    """Of the raw logits [vocab]: the chosen token's, and the `top` best with theirs, best first. The weights are
+    FP32, which is good to 1e-6."""
+    best = logits.max()
+    with np.errstate(over="ignore"):
+        weights = logits - best
+    total = float(best) + math.log(block_sums(np.exp(weights, out=weights)).sum())
     if not top:
-        return TokenLogprobs(float(x[token]))
-    top = min(top, len(x))
-    best = np.argpartition(x, len(x) - top)[len(x) - top :]
-    best = best[np.lexsort((best, -x[best]))]
-    return TokenLogprobs(float(x[token]), tuple((int(t), float(x[t])) for t in best))
+        return TokenLogprobs(logits.item(token) - total)
+    top = min(top, len(logits))
+    few = np.flatnonzero(logits >= kth_best(logits, top))
+    few = few[np.lexsort((few, -logits[few]))][:top]
+    return TokenLogprobs(logits.item(token) - total, tuple((int(t), logits.item(t) - total) for t in few))

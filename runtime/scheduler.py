@@ -41,6 +41,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._arrivals = 0
+        self._num_deadlines = 0  # of requests that are here
         self._budget = 0  # tokens that the step being planned may still have
 
     # -- requests come and go
@@ -74,6 +75,7 @@ class Scheduler:
         """Queue a request that `check_fits` has passed."""
         request.order = self._arrivals
         self._arrivals += 1
+        self._num_deadlines += request.deadline is not None
         insort(self.waiting, request, key=_seniority)
 
     def finish(
@@ -87,6 +89,7 @@ class Scheduler:
         """End a request between two steps, whatever it is doing, and free what it holds."""
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         self._release(request, 0)
+        self._num_deadlines -= request.deadline is not None
         request.status = Status.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
@@ -94,6 +97,8 @@ class Scheduler:
 
     def expired(self, now: float) -> list[Request]:
         """Those whose deadline has passed."""
+        if not self._num_deadlines:
+            return []
         return [r for r in (*self.running, *self.waiting) if r.deadline is not None and r.deadline <= now]
 
     @property
@@ -109,11 +114,13 @@ class Scheduler:
         Rows that generate come first, so a long prompt that joins takes what they leave of the budget, chunk
         by chunk, and never stops them.
         """
-        rows: dict[Request, Rows] = {}
         self._budget = self.limits.max_num_tokens
-        for request in sorted(self.running, key=self._in_prompt):
-            if request.status is Status.RUNNING and self._reserve(request, rows):
-                self._add_rows(request, rows)
+        rows = self._one_token_each()
+        if rows is None:
+            rows = {}
+            for request in sorted(self.running, key=self._in_prompt):
+                if request.status is Status.RUNNING and self._reserve(request, rows):
+                    self._add_rows(request, rows)
         while self.waiting and self._admissible(self.waiting[0]):
             request = self.waiting.pop(0)
             request.status = Status.RUNNING
@@ -127,11 +134,10 @@ class Scheduler:
 
     def commit(self, step: Step, sampled: Sequence[Sampled | None]) -> None:
         """Take a step's result in: `sampled[i]` is for `step.rows[i]`, None where no logits were wanted."""
-        for row, chosen in zip(step.rows, sampled, strict=True):
-            request = row.request
-            assert row.start == request.num_computed, "a row is computed once"
-            assert (chosen is not None) == bool(row.num_logits), "a token for each row of logits"
-            request.num_computed += row.count
+        for (request, start, count, num_logits), chosen in zip(step.rows, sampled, strict=True):
+            assert start == request.num_computed, "a row is computed once"
+            assert (chosen is not None) == bool(num_logits), "a token for each row of logits"
+            request.num_computed += count
             if chosen is None:
                 continue
             if chosen.error is not None:
@@ -170,6 +176,25 @@ class Scheduler:
             return all(self._blocks(request.num_tokens) <= pool.num_free for pool in self.pools)
         promised = sum(self._full_need(len(r.prompt_ids), r.max_tokens) for r in [*self.running, request])
         return all(promised <= pool.num_blocks for pool in self.pools)
+
+    def _one_token_each(self) -> dict[Request, Rows] | None:
+        """The rows of all that is running if each request generates and there are blocks for that, which is
+        so in most steps. Else None: that takes more thought, and comes to the same where this applies.
+        """
+        rows = {}
+        for request in self.running:
+            start = request.num_computed
+            if start + 1 != len(request.prompt_ids) + len(request.output_ids):
+                return None
+            if start % self.tokens_per_block == 0:  # the token begins a block
+                for pool, table in zip(self.pools, request.block_tables, strict=True):
+                    if len(table) * self.tokens_per_block <= start:
+                        if not pool.num_free:
+                            return None
+                        table += pool.allocate(1)
+            rows[request] = Rows(request, start, 1, 1)
+        self._budget -= len(rows)
+        return rows
 
     def _add_rows(self, request: Request, rows: dict[Request, Rows]) -> None:
         start = request.num_computed
@@ -212,9 +237,11 @@ class Scheduler:
         insort(self.waiting, request, key=_seniority)
 
     def _release(self, request: Request, keep: int) -> None:
-        for pool, table in zip(self.pools, request.block_tables, strict=False):
-            pool.release(table[keep:])
-            del table[keep:]
+        for g, table in enumerate(request.block_tables):
+            self.pools[g].release(table[keep:])
+            request.block_tables[g] = table[
+                :keep
+            ]  # a new list: whoever knows the old one sees that it is another
 
     def _end(self, request: Request) -> None:
         """End a request whose last token says so. Before min_tokens the sampler gives no end token."""
@@ -242,5 +269,7 @@ class Scheduler:
             for table in r.block_tables:
                 low, high = self._blocks(r.num_computed), self._blocks(r.num_tokens)
                 assert low <= len(table) <= high, f"{r.id}: {len(table)} blocks, not {low} to {high}"
+        deadlines = sum(r.deadline is not None for r in (*self.running, *self.waiting))
+        assert self._num_deadlines == deadlines, f"{self._num_deadlines} deadlines counted, not {deadlines}"
         for g, pool in enumerate(self.pools):
             pool.check_integrity(r.block_tables[g] for r in self.running)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from trtforge.runtime.request import RequestOutput
@@ -66,8 +65,7 @@ class Stream:
 
 def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:
     """A request's outputs as one: the last one's report, everybody's text and tokens."""
-    return replace(
-        outputs[-1],
+    return outputs[-1]._replace(
         text="".join(o.text for o in outputs),
         token_ids=tuple(t for o in outputs for t in o.token_ids),
         logprobs=tuple(p for o in outputs for p in o.logprobs),

@@ -1,9 +1,14 @@
+"""Steps as arrays: by hand, and the way that most steps go against the way that any step can go."""
+
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import toy
 
 from trtforge.runtime.batch import Batcher, RotationTable
-from trtforge.runtime.manifest import Rope
+from trtforge.runtime.executors.base import StepArrays
+from trtforge.runtime.manifest import Limits, Rope
 from trtforge.runtime.request import Request, Rows, SamplingParams, Step
 
 
@@ -55,7 +60,7 @@ def test_rotation_rows_are_cos_and_sin_of_position_times_frequency(factor: float
     inv_freq = (1.0 / 10000 ** (np.arange(0, 64, 2, dtype=np.float32) / 64)).astype(np.float32)
     table = RotationTable(Rope(tuple(map(float, inv_freq)), factor))
     for positions in ([3, 0, 255], [300, 5], [70_000]):  # grows on demand
-        rows = table.rows(np.array(positions, np.int32))
+        rows = table.rows(np.array(positions, np.int32), max(positions))
         angles = np.array(positions, np.float32)[:, None] * inv_freq
         assert rows.dtype == np.float32
         np.testing.assert_array_equal(rows[:, :32], np.cos(angles) * np.float32(factor))
@@ -67,3 +72,78 @@ def test_each_kind_of_rotation_has_its_own_rows() -> None:
     arrays = Batcher(toy.manifest(4, ropes=ropes)).arrays(Step((Rows(request([1, 2], [], [0]), 0, 2, 1),)))
     assert [rows.shape for rows in arrays.cos_sin] == [(2, 4), (2, 6)]
     assert arrays.cos_sin[1][0].tolist() == [2, 2, 2, 0, 0, 0]
+
+
+# -- steps of one token each, whose arrays are those of the step before
+# --------------------------------------------------------------------
+
+
+def expect_same(step: Step, got: StepArrays, expected: StepArrays) -> None:
+    """All arrays alike, but that block tables may be wider: only what a request holds is read."""
+    for field in fields(StepArrays):
+        one, other = getattr(got, field.name), getattr(expected, field.name)
+        pairs = list(zip(one, other, strict=True)) if isinstance(one, tuple) else [(one, other)]
+        for g, (a, b) in enumerate(pairs):
+            assert a.dtype == b.dtype, field.name
+            assert a.flags.c_contiguous, field.name
+            if field.name == "block_tables":
+                lengths = [len(row.request.block_tables[g]) for row in step.rows]
+                assert all((x[:n] == y[:n]).all() for x, y, n in zip(a, b, lengths, strict=True)), step
+            else:
+                np.testing.assert_array_equal(a, b, field.name)
+
+
+class Checked(Batcher):
+    """Compares each step's arrays with those that are made anew."""
+
+    reused = 0
+    last: StepArrays | None = None
+
+    def arrays(self, step: Step) -> StepArrays:
+        arrays = super().arrays(step)
+        expect_same(step, arrays, self._of_any_rows(step))
+        self.reused += arrays is self.last
+        self.last = arrays
+        return arrays
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reused_arrays_are_those_made_anew(seed: int) -> None:
+    """Requests join, leave, are preempted and rolled back, so that tables grow, and become others."""
+    rng = np.random.default_rng(seed)
+    ropes = (Rope((1.0, 0.5)), Rope((1.0, 0.1, 0.01), 2.0))
+    m = toy.manifest(int(rng.choice([1, 2, 4])), (None, 6) if seed % 2 else (None,), ropes=ropes)
+    loop = toy.Loop(m, 60 // m.kv.tokens_per_block, Limits(4, 24, 48))
+    loop.batcher = checked = Checked(m)
+    for _ in range(8):
+        loop.add(toy.random_prompt(rng, 1, 20), SamplingParams(max_tokens=int(rng.integers(2, 24))))
+        for _ in range(int(rng.integers(0, 12))):
+            if loop.scheduler.has_work:
+                loop.step(fail=rng.random() < 0.2)
+    loop.run()
+    assert checked.reused > 3
+    assert all(r.output_ids == toy.alone(m, r) for r in loop.requests)
+
+
+def test_a_table_that_became_another_one_is_read_again() -> None:
+    a, b = request([1, 2, 3], [4], [7]), request([1, 2, 3], [4], [5])
+    batcher = Batcher(toy.manifest(4, (None, 6)[:1]))
+    step = Step((Rows(a, 3, 1, 1), Rows(b, 3, 1, 1)))
+    first = batcher.arrays(step)
+    assert first.slot_mapping[0].tolist() == [7 * 4 + 3, 5 * 4 + 3]
+    a.block_tables = [[2]]
+    second = batcher.arrays(step)
+    assert second is first
+    assert second.block_tables[0].tolist() == [[2], [5]]
+    assert second.slot_mapping[0].tolist() == [2 * 4 + 3, 5 * 4 + 3]
+
+
+def test_a_token_in_mid_prompt_is_that_token() -> None:
+    """A step may be of one token with logits that is not the request's last one: `verify` asks for such."""
+    r = request([10, 11, 12], [], [0])
+    batcher = Batcher(toy.manifest(4))
+    for start in range(3):
+        arrays = batcher.arrays(Step((Rows(r, start, 1, 1),)))
+        assert arrays.token_ids.tolist() == [10 + start]
+        assert arrays.kv_lengths.tolist() == [start + 1]
+    assert batcher.arrays(Step((Rows(r, 1, 1, 0),))).logit_rows.tolist() == []

@@ -10,9 +10,16 @@ import toy
 
 from trtforge.plugins.errors import DeadlineExceeded, EngineFailure, ForgeError, InvalidArgument, Overloaded
 from trtforge.runtime.engine import Engine
-from trtforge.runtime.executors.base import ExecutorLost
+from trtforge.runtime.executors.base import ExecutorLost, StepArrays
 from trtforge.runtime.manifest import Limits
-from trtforge.runtime.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams, Step
+from trtforge.runtime.request import (
+    FinishReason,
+    GenerationRequest,
+    RequestOutput,
+    Sampled,
+    SamplingParams,
+    Step,
+)
 from trtforge.runtime.scheduler import Scheduler
 
 Start = Callable[..., Engine]
@@ -179,6 +186,115 @@ def test_logprobs_come_with_their_tokens(start: Start) -> None:
     outputs = list(start().submit(ask("a", logprobs=2)))
     assert all(len(o.logprobs) == len(o.token_ids) for o in outputs)
     assert outputs[0].logprobs[0].top[0] == (outputs[0].token_ids[0], outputs[0].logprobs[0].logprob)
+
+
+# -- when outputs are sent -----------------------------------------------------------------------------------------
+
+
+class Watched:
+    """Notes, in order, when a step's computation begins and ends, and when tokens are sent."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.events: list[str] = []
+        self.rows: list[int] = []  # of each step
+        self._run = engine._executor.run
+        engine._executor.run = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, arrays: StepArrays, meanwhile: Callable[[], None]) -> Any:
+        self.events.append("begin")
+        self.rows.append(len(arrays.kv_lengths))
+        meanwhile()
+        logits = self._run(arrays)
+        self.events.append("end")
+        return logits
+
+    def sink(self, outputs: Sequence[RequestOutput]) -> None:
+        self.events += [f"{o.id}{o.num_output_tokens}" for o in outputs]
+
+
+def test_tokens_are_sent_while_the_next_step_is_computed(start: Start) -> None:
+    engine = start()
+    watched = Watched(engine)
+    engine.submit(ask("a", max_tokens=3), sink=watched.sink)
+    wait_for(lambda: "a3" in watched.events)
+    assert watched.events == ["begin", "end", "begin", "a1", "end", "begin", "a2", "end", "a3"]
+
+
+def test_a_stop_string_takes_a_request_out_of_the_next_step(start: Start) -> None:
+    """Though its text is sent only then: no step is computed in vain, and none of its tokens is lost."""
+    engine = start(delay=SLOW)
+    free = engine.submit(ask("a", max_tokens=60)).result()
+    stop = free.text[5:8]
+    watched, sink = Watched(engine), Sink()
+    engine.submit(ask("b", max_tokens=60, stop=(stop,)), sink=sink)
+    assert sink.ended.wait(20)
+    end = free.text.index(stop) + len(stop)
+    assert free.text[:end].isascii(), "a token is a character"
+    last = sink.of("b")[-1]
+    assert (last.num_output_tokens, last.stop_reason) == (end, stop)
+    assert len(watched.rows) == end, "a step for each token, the first one with the prompt"
+
+
+def test_what_was_computed_is_sent_before_the_end_of_a_request_whose_next_step_fails(start: Start) -> None:
+    """Even if the executor fails before it comes to sending."""
+    engine, sink = start(), Sink()
+
+    def run(arrays: StepArrays, meanwhile: Callable[[], None]) -> Any:
+        if len(sink.calls) == 3:
+            raise RuntimeError("broken")
+        meanwhile()
+        return whole(arrays)
+
+    whole = engine._executor.run
+    engine._executor.run = run  # type: ignore[method-assign, assignment]
+    engine.submit(ask("a"), sink=sink)
+    assert sink.ended.wait(20)
+    assert [(o.num_output_tokens, o.finish_reason) for o in sink.of("a")] == [
+        *((n, None) for n in (1, 2, 3, 4)),
+        (4, FinishReason.ERROR),
+    ]
+    tokens = [t for o in sink.of("a") for t in o.token_ids]
+    assert tuple(tokens) == alone(engine, ask("a"))[:4]
+    assert engine.healthy
+
+
+def test_cancelling_between_a_token_and_its_sending_loses_neither(start: Start) -> None:
+    """The token that was not sent yet comes with the end, in one output."""
+    engine, sink = start(delay=SLOW), Sink()
+    commit = engine._scheduler.commit
+
+    def cancelling(step: Step, sampled: Sequence[Sampled | None]) -> None:
+        commit(step, sampled)
+        if len(step.rows[0].request.output_ids) == 5:
+            engine.cancel("a")
+
+    engine._scheduler.commit = cancelling  # type: ignore[method-assign]
+    engine.submit(ask("a", max_tokens=50), sink=sink)
+    assert sink.ended.wait(20)
+    outputs = sink.of("a")
+    assert [o.num_output_tokens for o in outputs] == [1, 2, 3, 4, 5]
+    assert outputs[-1].finish_reason is FinishReason.CANCELLED
+    tokens = tuple(t for o in outputs for t in o.token_ids)
+    assert tokens == alone(engine, ask("a", max_tokens=50))[:5]
+
+
+def test_a_request_that_ended_is_not_ended_twice(start: Start) -> None:
+    """Its client cancels it before it knows."""
+    engine, sink = start(), Sink()
+    commit = engine._scheduler.commit
+
+    def cancelling(step: Step, sampled: Sequence[Sampled | None]) -> None:
+        commit(step, sampled)
+        if step.rows[0].request.finish_reason is not None:
+            assert engine.cancel("a"), "it is in flight until its end is sent"
+
+    engine._scheduler.commit = cancelling  # type: ignore[method-assign]
+    other = engine.submit(ask("b", max_tokens=30))
+    engine.submit(ask("a", max_tokens=4, priority=1), sink=sink)
+    assert sink.ended.wait(20)
+    assert sink.of("a")[-1].finish_reason is FinishReason.LENGTH
+    assert len(other.result().token_ids) == 30
+    assert engine.metrics().requests_cancelled == 0
 
 
 # -- requests that end early ---------------------------------------------------------------------------------------

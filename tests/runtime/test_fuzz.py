@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trtforge.plugins.errors import InvalidArgument
-from trtforge.runtime.batch import Batcher
+from trtforge.runtime.batch import Batcher, _Blocks
 from trtforge.runtime.block_pool import BlockPool
 from trtforge.runtime.manifest import Limits
-from trtforge.runtime.request import FinishReason, Request, SamplingParams, Status
+from trtforge.runtime.request import FinishReason, Request, SamplingParams, Status, Step
 from trtforge.runtime.sampler import Sampler
 from trtforge.runtime.scheduler import Scheduler
 
@@ -219,6 +219,20 @@ def swaps_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Batcher, "_block_tables", planted)
 
 
+def trusts_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block table that is as long as it was is taken for the same, and keeps the blocks that it had."""
+    follow = _Blocks.follow
+
+    def planted(self: _Blocks, step: Step) -> bool:
+        for i, row in enumerate(step.rows):
+            table = row.request.block_tables[self._group]
+            if len(table) == self._known[i][1]:
+                self._known[i] = (table, len(table))
+        return follow(self, step)
+
+    monkeypatch.setattr(_Blocks, "follow", planted)
+
+
 def draws_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The random numbers depend on the place in the batch."""
     sample = Sampler.sample
@@ -251,6 +265,7 @@ BUGS: list[Callable[[pytest.MonkeyPatch], None]] = [
     shares_a_block,
     writes_to_the_wrong_slot,
     swaps_rows,
+    trusts_a_length,
     draws_by_batch,
     puts_out_twice,
 ]

@@ -10,7 +10,18 @@ from transformers.generation import logits_process as hf
 
 from trtforge.plugins.errors import EngineFailure, InvalidArgument
 from trtforge.runtime.request import Request, Rows, SamplingParams, Step
-from trtforge.runtime.sampler import Sampler, candidates, choose, log_probabilities, process, uniform
+from trtforge.runtime.sampler import (
+    BLOCK,
+    Candidates,
+    Sampler,
+    candidates,
+    choose,
+    kth_best,
+    log_probabilities,
+    process,
+    reached_by,
+    uniform,
+)
 
 VOCAB = 1000
 
@@ -106,8 +117,9 @@ def test_the_cuts_leave_what_hugging_faces_leave(seed: int, cuts: dict[str, Any]
     if params.min_p:
         scores = through(hf.MinPLogitsWarper(params.min_p), [1], scores)
     left = candidates(raw, params)
-    np.testing.assert_array_equal(left.tokens, np.flatnonzero(np.isfinite(scores)))
-    probabilities = torch.tensor(scores).double().softmax(0).numpy()[left.tokens]
+    tokens = np.arange(VOCAB) if left.tokens is None else left.tokens
+    np.testing.assert_array_equal(tokens, np.flatnonzero(np.isfinite(scores)))
+    probabilities = torch.tensor(scores).double().softmax(0).numpy()[tokens]
     np.testing.assert_allclose(left.weights / left.weights.sum(), probabilities, rtol=1e-5)
 
 
@@ -139,10 +151,110 @@ def test_tokens_are_drawn_with_their_probabilities(cuts: dict[str, Any]) -> None
     observed = np.zeros(20)
     for position in range(draws):
         observed[left.draw(uniform(11, position))] += 1
-    assert observed.sum() == observed[left.tokens].sum(), "a token was drawn that had been cut"
-    assert abs(chi_square(observed[left.tokens], expected)) < 4
+    of_left = observed if left.tokens is None else observed[left.tokens]
+    assert observed.sum() == of_left.sum(), "a token was drawn that had been cut"
+    assert abs(chi_square(of_left, expected)) < 4
     # The check can fail: the same draws are not those of slightly other probabilities.
-    assert chi_square(observed[left.tokens], np.roll(expected, 1)) > 10
+    assert chi_square(of_left, np.roll(expected, 1)) > 10
+
+
+def test_tokens_of_a_large_vocabulary_are_drawn_with_their_probabilities() -> None:
+    """From all tokens, block by block; every seventh is banned."""
+    vocab, draws = 9 * BLOCK + 37, 20_000
+    raw = logits(5, scale=0.3, vocab=vocab)
+    raw[::7] = -np.inf
+    left = candidates(raw, SamplingParams(temperature=1.0))
+    assert left.tokens is None
+    drawn = [left.draw(uniform(3, position)) for position in range(draws)]
+    assert all(token % 7 for token in drawn)
+    expected = torch.tensor(raw).double().softmax(0).numpy() * draws
+    bins = np.arange(vocab) // 29  # not aligned with the blocks
+    observed = np.bincount(bins[drawn], minlength=bins[-1] + 1)
+    assert abs(chi_square(observed, np.bincount(bins, expected))) < 4
+    assert chi_square(observed, np.roll(np.bincount(bins, expected), 1)) > 10
+
+
+def test_the_ends_of_a_share_are_tokens_with_a_weight() -> None:
+    weights = np.zeros(5 * BLOCK, np.float32)
+    weights[[BLOCK + 3, 3 * BLOCK]] = 1e-3, 7e-3
+    left = Candidates(None, weights)
+    shares = [0.0, 0.1, 0.1249, 0.1251, 0.5, 1 - 2**-53]
+    assert [left.draw(u) for u in shares] == [BLOCK + 3] * 3 + [3 * BLOCK] * 3
+
+
+def test_uniform_is_numpys_philox() -> None:
+    for seed, position in ((0, 0), (42, 7), (-1, 5), (2**64 - 1, 2**31), (2**70 + 3, 1)):
+        key = np.array([seed % 2**64, 0], np.uint64)
+        raw = int(np.random.Philox(key=key, counter=[position, 0, 0, 0]).random_raw())
+        assert uniform(seed, position) == (raw >> 11) * 2.0**-53
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 63, 1000, 20_000])
+@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0, 300.0])
+def test_the_nucleus_is_what_sorting_everything_finds(vocab: int, scale: float) -> None:
+    """Of weights with many equals, and of weights that are 0 in FP32."""
+    raw = np.round(logits(6, scale, vocab) * 4) / 4
+    weights = candidates(raw, SamplingParams(temperature=1.0)).weights
+    order = np.argsort(-weights, kind="stable")
+    cumulative = weights[order].cumsum(dtype=np.float64)
+    for top_p in (1e-9, 0.3, 0.95, 0.999):
+        count = int(np.searchsorted(cumulative, top_p * cumulative[-1])) + 1
+        left = candidates(raw, SamplingParams(temperature=1.0, top_p=top_p))
+        assert left.tokens is not None
+        if scale and len(left.tokens) != count:  # a question of rounding
+            assert abs(cumulative[count - 1] / cumulative[-1] - top_p) < 1e-6
+            assert abs(len(left.tokens) - count) <= 1
+        else:
+            np.testing.assert_array_equal(left.tokens, np.sort(order[: len(left.tokens)]))
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 64, 1000, 20_000])
+def test_the_kth_best_is_what_sorting_finds(vocab: int) -> None:
+    for raw in (logits(7, vocab=vocab), np.round(logits(8, vocab=vocab))):
+        descending = -np.sort(-raw)
+        for k in {1, 2, 50, vocab // 100, vocab // 2, vocab - 1, vocab} & set(range(1, vocab + 1)):
+            assert kth_best(raw, k) == descending[k - 1]
+            assert (raw >= reached_by(raw, k)).sum() >= k
+
+
+def test_nothing_sorts_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither wholly nor in parts: what is sorted is of a few hundred values."""
+    sizes = []
+    for name in ("sort", "argsort", "partition", "argpartition", "lexsort", "unique"):
+        function = getattr(np, name)
+
+        def watched(values: Any, *args: Any, _function: Any = function, **kwargs: Any) -> Any:
+            sizes.append(np.shape(values)[-1])
+            return _function(values, *args, **kwargs)
+
+        monkeypatch.setattr(np, name, watched)
+    raw = logits(9, vocab=50_000)
+    for params in (
+        {},
+        {"top_k": 50},
+        {"top_p": 0.95},
+        {"min_p": 0.05},
+        {"top_k": 100, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 5.0, "top_p": 0.9},
+        {"logprobs": 20},
+        {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    ):
+        sample(raw[None], make([1, 2], [3, 4], **{"temperature": 1.0, **params}))
+    assert sizes, "nothing was watched"
+    assert max(sizes) <= 1024
+
+
+def test_logits_are_left_as_they_are() -> None:
+    """They are the executor's memory."""
+    raw = logits(1)[None]
+    raw.flags.writeable = False
+    for params in (
+        {"temperature": 1.0, "top_p": 0.9},
+        {"repetition_penalty": 1.1},
+        {"min_tokens": 5},
+        {"logprobs": 3, "logit_bias": {3: 1.0}},
+    ):
+        assert Sampler().sample(raw, Step((Rows(make(**params), 2, 1, 1),)))[0].error is None
 
 
 def test_uniform_is_uniform_and_keyed_by_seed_and_position() -> None:
@@ -217,10 +329,10 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     raw = logits(6)
     expected = torch.tensor(raw).double().log_softmax(0)
     result = sample(raw[None], make(temperature=0.5, top_k=3, logprobs=4, repetition_penalty=1.5))[0]
-    assert result.logprobs.logprob == pytest.approx(float(expected[result.token_id]), abs=1e-9)
+    assert result.logprobs.logprob == pytest.approx(float(expected[result.token_id]), abs=1e-6)
     values, tokens = expected.topk(4)
     assert [t for t, _ in result.logprobs.top] == tokens.tolist()
-    assert [p for _, p in result.logprobs.top] == pytest.approx(values.tolist(), abs=1e-9)
+    assert [p for _, p in result.logprobs.top] == pytest.approx(values.tolist(), abs=1e-6)
     assert log_probabilities(raw, 5, 0).top == ()
     assert len(log_probabilities(raw, 5, 10**6).top) == VOCAB
     assert sample(raw[None], make())[0].logprobs is None

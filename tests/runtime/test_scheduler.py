@@ -4,7 +4,8 @@ import toy
 
 from trtforge.plugins.errors import InvalidArgument
 from trtforge.runtime.manifest import Limits
-from trtforge.runtime.request import FinishReason, Request, SamplingParams, Status, Step
+from trtforge.runtime.request import FinishReason, Request, Rows, SamplingParams, Status, Step
+from trtforge.runtime.scheduler import Scheduler
 
 
 def counts(step: Step) -> dict[str, int]:
@@ -80,6 +81,38 @@ def test_groups_with_pools_of_different_sizes() -> None:
     loop.run()
     assert loop.scheduler.num_preemptions > 0, "the smaller pool runs out"
     assert all(r.output_ids == toy.alone(loop.manifest, r) for r in requests)
+
+
+def test_steps_of_one_token_each_are_planned_as_any_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In most steps every request generates, and their rows take a shorter way: to the same rows and blocks."""
+
+    def run() -> list[tuple[dict[str, int], list[list[list[int]]]]]:
+        rng = np.random.default_rng(11)
+        loop = toy.Loop(toy.manifest(4, (None, 6)), [12, 14], Limits(5, 40, 48))
+        planned = []
+        for i in range(30):
+            loop.add(toy.random_prompt(rng, 1, 20), tokens(int(rng.integers(1, 20))), priority=i % 2)
+            for _ in range(int(rng.integers(0, 5))):
+                if loop.scheduler.has_work:
+                    step = loop.step(fail=rng.random() < 0.1)
+                    tables = [[*map(list, r.block_tables)] for r in loop.scheduler.running]
+                    planned.append((counts(step), tables))
+        loop.run()
+        assert loop.scheduler.num_preemptions > 3
+        return planned
+
+    taken = []
+    shorter = Scheduler._one_token_each
+
+    def watched(self: Scheduler) -> dict[Request, Rows] | None:
+        taken.append(shorter(self))
+        return taken[-1]
+
+    monkeypatch.setattr(Scheduler, "_one_token_each", watched)
+    short = run()
+    assert sum(bool(rows) for rows in taken) > 50
+    monkeypatch.setattr(Scheduler, "_one_token_each", lambda self: None)
+    assert run() == short
 
 
 def test_first_come_first_served_and_priority_before_that() -> None:
