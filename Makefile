@@ -4,7 +4,7 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test engines serve request bench lint typecheck clean
+.PHONY: demo test engines serve request bench peers lint typecheck clean
 export PYTHONSAFEPATH := 1  # `builder` and the others must not be importable by their bare names
 override PROMPT := $(value PROMPT)
 export PROMPT  # to the shell as it is, dollar signs and quotes too
@@ -36,6 +36,9 @@ bench: .venv/serve.stamp
 	$(BIN)/trtforge bench $(OUT)/engine --concurrency 8
 	$(BIN)/python benchmarks/inflight.py $(OUT)/engine
 	$(BIN)/python benchmarks/triton.py --engine $(OUT)/engine
+
+peers: .venv/serve.stamp
+	$(BIN)/python benchmarks/peers.py $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -28,11 +28,15 @@ _BANDWIDTH_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Speeds:
-    """Rates are of all requests together. Latencies in milliseconds: to the first token, between tokens."""
+    """Rates are of all requests together. Latencies in milliseconds: to the first token, between tokens.
+
+    total_s: from when all were sent to the last token.
+    """
 
     concurrency: int
     prompt_tokens: int
     output_tokens: int
+    total_s: float
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     ttft_ms_p50: float
@@ -49,6 +53,7 @@ class Speeds:
             concurrency=len(times),
             prompt_tokens=prompt_tokens,
             output_tokens=max(map(len, times)),
+            total_s=max(request[-1] for request in times) - start,
             prefill_tokens_per_s=len(times) * prompt_tokens / max(firsts),
             decode_tokens_per_s=steady_rate(times),
             ttft_ms_p50=1e3 * percentile(firsts, 50),
@@ -64,6 +69,7 @@ class Speeds:
         requests = f"{self.concurrency} x ({self.prompt_tokens} + {self.output_tokens} tokens)"
         return [
             ("requests at once", requests),
+            ("all answered", f"{self.total_s:.2f} s"),
             ("prefill", f"{self.prefill_tokens_per_s:.1f} tokens/s"),
             ("decode", f"{self.decode_tokens_per_s:.1f} tokens/s"),
             ("time to first token", f"p50 {self.ttft_ms_p50:.1f} ms, p99 {self.ttft_ms_p99:.1f} ms"),
@@ -78,11 +84,13 @@ class Speeds:
 class Report(Speeds):
     """And what only the engine itself can tell.
 
-    bytes_per_token: what a decoded token must read: its share of the weights, which a step reads once for all
-    its requests, and the K and V of its own context. bandwidth_share: that, at the rate measured, of
-    read_bytes_per_s. The shares of plan, run, sample and send are of a step's time.
+    load_to_first_token_s: from opening the engine to the first token of the warm-up, whose prompt is as long as
+    the others. bytes_per_token: what a decoded token must read: its share of the weights, which a step reads
+    once for all its requests, and the K and V of its own context. bandwidth_share: that, at the rate measured,
+    of read_bytes_per_s. The shares of plan, run, sample and send are of a step's time.
     """
 
+    load_to_first_token_s: float
     bytes_per_token: int
     read_bytes_per_s: float
     bandwidth_share: float
@@ -96,6 +104,7 @@ class Report(Speeds):
         parts = ", ".join(f"{part} {getattr(self, f'{part}_share'):.1%}" for part in _PARTS)
         return [
             *super().rows(),
+            ("load to first token", f"{self.load_to_first_token_s:.2f} s"),
             ("requests in a step", f"{self.mean_batch:.1f}"),
             ("bytes per token", f"{self.bytes_per_token / 1e6:.1f} MB"),
             ("memory", f"{self.bandwidth_share:.0%} of {self.read_bytes_per_s / 1e9:.1f} GB/s read"),
@@ -136,17 +145,18 @@ def measure(
     fit.
     """
     bandwidth = read_bandwidth()
+    opened = time.perf_counter()
     with Engine.open(engine_dir, config) as engine:
         if concurrency > engine.limits.max_batch_size:
             raise InvalidArgument(
                 f"concurrency {concurrency} is above max_batch_size {engine.limits.max_batch_size}"
             )
         prompts = np.random.default_rng(0).integers(
-            0, engine.manifest.vocab_size, (concurrency, prompt_tokens)
+            0, engine.manifest.vocab_size, (concurrency + 1, prompt_tokens)
         )
-        _run(engine, prompts[:1], _WARM_UP_TOKENS)
+        _, warm_up = _run(engine, prompts[:1], _WARM_UP_TOKENS)
         before = engine.metrics()
-        start, arrivals = _run(engine, prompts, output_tokens)
+        start, arrivals = _run(engine, prompts[1:], output_tokens)
         after = engine.metrics()
     speeds = Speeds.of(start, list(arrivals.times.values()), prompt_tokens)
     mean_context = prompt_tokens + speeds.output_tokens // 2  # max_seq_len may have cut what was asked
@@ -154,6 +164,7 @@ def measure(
     parts = {p: getattr(after, f"{p}_seconds") - getattr(before, f"{p}_seconds") for p in _PARTS}
     return Report(
         **asdict(speeds),
+        load_to_first_token_s=min(map(min, warm_up.times.values())) - opened,
         bytes_per_token=bytes_per_token,
         read_bytes_per_s=bandwidth,
         bandwidth_share=bytes_per_token * speeds.decode_tokens_per_s / bandwidth,
@@ -205,7 +216,7 @@ def steady_rate(times: Sequence[Sequence[float]]) -> float:
 
 def decode_bytes(manifest: Manifest, batch: int, context: int) -> int:
     """Bytes that one decoded token must read in a step of `batch` requests with `context` tokens each."""
-    weights = sum(entry.bytes for name, entry in manifest.files.items() if name.startswith("model."))
+    weights = sum(e.bytes for name, e in manifest.files.items() if name.startswith(("model.", "weights.")))
     kv = sum(
         manifest.kv.block_bytes(g) * min(context, group.window or context)
         for g, group in enumerate(manifest.kv.groups)

@@ -271,6 +271,8 @@ def test_bench_reports_rates_latencies_and_the_share_of_the_bandwidth(null_engin
     assert report["prefill_tokens_per_s"] > 0
     assert 0 < report["ttft_ms_p50"] <= report["ttft_ms_p99"]
     assert 0 < report["itl_ms_p50"] <= report["itl_ms_p99"]
+    assert report["total_s"] > report["ttft_ms_p99"] / 1e3
+    assert report["load_to_first_token_s"] > 0
     assert report["bytes_per_token"] == 60 * 16  # no weights; K and V of 50 + 10 tokens, 16 bytes each
     assert report["bandwidth_share"] == pytest.approx(
         report["bytes_per_token"] * report["decode_tokens_per_s"] / report["read_bytes_per_s"], rel=1e-4
