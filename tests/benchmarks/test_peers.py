@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import tree
@@ -94,13 +95,18 @@ def test_a_peer_that_fails_is_left_out_and_the_rest_goes_on(
     def job(runner: str, program: str) -> object:
         return peers.Job(runner, "1x512", (sys.executable, "-c", program), json.loads)
 
-    monkeypatch.setattr(
-        peers, "measure", lambda job, cpus, patience: (peers.run_job(job), 0.0)
-    )  # wait for no quiet
+    def measure(job: Any, cpus: set[int], patience: float) -> tuple[dict[str, float], float]:
+        """Once, and without waiting for quiet."""
+        called.append(job.runner)
+        return peers.run_job(job), 0.0
+
+    called: list[str] = []
+    monkeypatch.setattr(peers, "measure", measure)
     measured, good = peers.Measured(), "print('{\"decode_1\": 2.0}')"
     bad = "import sys; sys.exit('it broke')"
     jobs = [job("trtforge", good), job("llama.cpp", bad), job("openvino", "print('figures')")]
     peers.run_rounds(jobs, 2, {0}, 0.0, measured)
+    assert called == ["trtforge", "llama.cpp", "openvino", "trtforge"]
     assert measured.figures == {"trtforge": {"decode_1": [2.0, 2.0]}}
     assert measured.not_run["llama.cpp"].endswith("exited with 1: it broke")
     assert "printed something else than figures" in measured.not_run["openvino"]
