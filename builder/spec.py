@@ -125,7 +125,7 @@ class BuildConfig:
     """What `trtforge build` was asked; CLI defaults are read from here."""
 
     target: str = "cpu"
-    recipe: str = "full_prec"  # auto: as_is for a GGUF file, full_prec for others
+    recipe: str = "auto"  # as_is for a GGUF file, full_prec for others
     activations: str = "auto"  # of quantized linears: int8, fp32; auto: int8 for as_is on the CPU, else fp32
     kv_cache_dtype: str = "auto"
     tokens_per_block: int = 16
