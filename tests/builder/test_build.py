@@ -172,17 +172,21 @@ def test_failed_build_leaves_nothing(llama: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out")
 
 
-@pytest.mark.parametrize("limit", [1 << 10, 200 << 10])
+@pytest.mark.parametrize(
+    ("recipe", "limit"),
+    [("full_prec", 1 << 10), ("full_prec", 200 << 10), ("int8_wo", 1 << 10), ("int8_wo", 90 << 10)],
+)
 def test_full_disk_is_one_line_and_leaves_nothing(
-    limit: int, tiny_checkpoint: Checkpoint, tmp_path: Path
+    recipe: str, limit: int, tiny_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    """At the graph of ours, and at OpenVINO's: the weights are 300 kB, the limit is on a file's size."""
+    """At the graph of ours, and at OpenVINO's; early and late in a program's weights. The weights are 300 kB, or 105
+    in eight bits; the limit is on a file's size."""
     checkpoint, output = tiny_checkpoint("llama"), tmp_path / "out" / "engine"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
         with pytest.raises(EnvironmentProblem, match="cannot write the engine") as full:
-            build(checkpoint, output, BuildConfig())
+            build(checkpoint, output, BuildConfig(recipe=recipe))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "\n" not in str(full.value)
@@ -302,7 +306,9 @@ def test_memory_stays_near_the_output_and_the_largest_tensor(
     manifest = Manifest.from_json((output / "manifest.json").read_text())
     size = max(entry.bytes for entry in manifest.files.values())
     assert size > (150e6 if recipe == "full_prec" else 40e6)
-    assert size / 10 < int(result.stdout) <= 1.5 * size + BIG_TENSOR_BYTES
+    # A program is written tensor by tensor; OpenVINO holds its whole graph.
+    bound = 1.5 * size + BIG_TENSOR_BYTES if recipe == "full_prec" else 2.5 * BIG_TENSOR_BYTES
+    assert size / 10 < int(result.stdout) <= bound
 
 
 BIG = {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4}
