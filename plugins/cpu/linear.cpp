@@ -272,3 +272,9 @@ void packed_mlp(const PackedMlp& a, const Parallel& parallel) {
 }
 
 }  // namespace trtforge
+
+// For benchmarks: runs `rounds` of independent multiply-adds of bytes or floats on this thread, as fast as the
+// instruction set can; their number, or 0 for one without a loop of its own.
+extern "C" __attribute__((visibility("default"))) int64_t trtforge_cpu_peak(int int8, int64_t rounds) {
+    return trtforge::kernels().peak(int8 != 0, rounds);
+}

@@ -13,7 +13,7 @@ constexpr int kVectors = PackedLinear::kRows / kLanes;  // of a row block's rows
 #if defined(__AVX512VNNI__)
 constexpr int kTileRows = 8, kFloatTileRows = 8;
 #else
-constexpr int kTileRows = 4, kFloatTileRows = 4;
+constexpr int kTileRows = 4, kFloatTileRows = 6;
 #endif
 
 static inline bool uses_integers(const PackedLinear& l) {
@@ -33,15 +33,38 @@ struct Rounded {
     int32_t sum;
 };
 
+static inline i32x8 larger(i32x8 a, i32x8 b) { return a > b ? a : b; }
+
+static inline int32_t largest_lane(i32x8 v) {
+#if defined(__AVX2__)
+    __m128i half = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+#else
+    int32_t most = v[0];
+    for (int i = 1; i < 8; i++) most = v[i] > most ? v[i] : most;
+    return most;
+#endif
+}
+
+static inline int32_t sum_of_lanes(i32x8 v) {
+#if defined(__AVX2__)
+    __m128i half = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < 8; i++) sum += v[i];
+    return sum;
+#endif
+}
+
 // 32 elements to int8: the arithmetic of the op's body, bit for bit. A NaN makes the unit a NaN.
 static inline Rounded round_group(const float* x) {
     i32x8 largest_bits = {};
-    for (int i = 0; i < 4; i++) {
-        const i32x8 bits = as_int(load(x + 8 * i)) & 0x7fffffff;  // of floats without sign: ordered as integers
-        largest_bits = bits > largest_bits ? bits : largest_bits;
-    }
-    int32_t most = 0;
-    for (int i = 0; i < 8; i++) most = largest_bits[i] > most ? largest_bits[i] : most;
+    for (int i = 0; i < 4; i++)  // of floats without sign: ordered as integers
+        largest_bits = larger(as_int(load(x + 8 * i)) & 0x7fffffff, largest_bits);
+    const int32_t most = largest_lane(largest_bits);
     float largest;
     memcpy(&largest, &most, 4);
     Rounded r;
@@ -51,8 +74,7 @@ static inline Rounded round_group(const float* x) {
         r.codes[i] = round8(load(x + 8 * i) / splat(r.unit));
         sums += to_int(r.codes[i]);
     }
-    r.sum = 0;
-    for (int i = 0; i < 8; i++) r.sum += sums[i];
+    r.sum = sum_of_lanes(sums);
     return r;
 }
 
@@ -164,6 +186,14 @@ struct Place {
     }
 };
 
+// With many rows each output's line comes from afar, and nothing else hides that.
+static TRTFORGE_INLINE void expect(const Place& place, int64_t rows) {
+    for (int64_t m = 0; m < rows; m++) {
+        __builtin_prefetch(place.out + m * place.stride, 1);
+        if (place.added) __builtin_prefetch(place.added + m * place.stride);
+    }
+}
+
 // One row of x with kLanes rows of weights, from `column` of all outputs; `place` is that of the row block.
 static TRTFORGE_INLINE void put(const PackedLinear& l, const Place& place, int64_t row, int64_t column, lanes_f v) {
     const int64_t at = row * place.stride + column % PackedLinear::kRows, count = l.out_features - column;
@@ -191,6 +221,7 @@ static __attribute__((noinline)) void multiply_rows(const PackedLinear& l, const
     for (int64_t b = blocks.first; b < blocks.first + blocks.count; b++) {
         for (int part = 0; part < kVectors; part += H) {
             lanes_f acc[H][M];
+            if (M > 2) expect(place, M);
             multiply_part<Dot, Bits, H, M>(l, n, l.weights + b * block_bytes, part * kLanes, x, acc);
             for (int m = 0; m < M; m++)
                 for (int h = 0; h < H; h++)
@@ -237,6 +268,52 @@ void multiply_tile(const PackedLinear& l, int64_t num_rows, const uint8_t* prepa
 #endif
     if (l.bits == 4) return multiply_up_to<FloatDot<4>, 4, kFloatTileRows>(l, num_rows, prepared, blocks, place);
     multiply_up_to<FloatDot<8>, 8, kFloatTileRows>(l, num_rows, prepared, blocks, place);
+}
+
+#if defined(__AVX2__)
+template <class V, int N>
+static TRTFORGE_INLINE void keep(const V (&values)[N]) {
+    for (int i = 0; i < N; i++) __asm__ volatile("" : : "v"(values[i]));
+}
+#endif
+
+// The loop that kernels come down to without anything around it, for benchmarks.
+int64_t peak(bool int8, int64_t rounds) {
+#if defined(__AVX2__)
+    constexpr int kSums = 12;
+#if defined(__AVX512VNNI__)
+    __m512i dots[kSums] = {};
+    const __m512i bytes = _mm512_set1_epi8(3);
+    for (int64_t r = 0; int8 && r < rounds; r++)
+        for (int i = 0; i < kSums; i++) {
+            dots[i] = _mm512_dpbusd_epi32(dots[i], bytes, bytes);
+            settle(dots[i]);
+        }
+#else
+    __m256i dots[kSums] = {};
+    const __m256i bytes = _mm256_set1_epi8(3);
+    for (int64_t r = 0; int8 && r < rounds; r++)
+        for (int i = 0; i < kSums; i++) {
+            __m256i pairs = _mm256_maddubs_epi16(bytes, bytes);
+            settle(pairs);
+            dots[i] = _mm256_add_epi16(dots[i], pairs);
+            settle(dots[i]);
+        }
+#endif
+    keep(dots);
+    lanes_f sums[kSums] = {};
+    const lanes_f one = lane_splat(1.0f);
+    for (int64_t r = 0; !int8 && r < rounds; r++)
+        for (int i = 0; i < kSums; i++) {
+            sums[i] = lane_madd(sums[i], one, one);
+            settle(sums[i]);
+        }
+    keep(sums);
+    return rounds * kSums * kLanes * (int8 ? 4 : 1);
+#else
+    (void)int8, (void)rounds;
+    return 0;
+#endif
 }
 
 }  // namespace TRTFORGE_ISA
