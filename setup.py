@@ -1,7 +1,8 @@
-"""Compiles the CPU kernels (plugins/cpu) into an OpenVINO extension library; all else is in pyproject.toml.
+"""Compiles the CPU kernels (plugins/cpu) into two libraries; all else is in pyproject.toml.
 
-The library is built against the pinned openvino wheel: its headers, its libopenvino and its TBB, found by the
-package's place. It is no Python extension, so one wheel serves every Python version of a platform.
+libtrtforge_host.so is the native host, with nothing but the kernels in it. libtrtforge_cpu.so is an OpenVINO
+extension, built against the pinned openvino wheel: its headers, its libopenvino and its TBB, found by the package's
+place. Neither is a Python extension, so one wheel serves every Python version of a platform.
 """
 
 import filecmp
@@ -24,15 +25,11 @@ SOURCES = ROOT / "plugins" / "cpu"
 CACHE = ROOT / "build" / "cpu"
 #: Compiled once per instruction set; the others once.
 KERNELS = ("kv_cache_update.cpp", "paged_attention.cpp", "packed_linear.cpp", "pointwise.cpp")
-SHARED = (
-    "kernels.cpp",
-    "linear.cpp",
-    "packed_embedding.cpp",
-    "openvino_ops.cpp",
-    "openvino_packed.cpp",
-    "openvino_fused.cpp",
-    "openvino_layer.cpp",
-)
+COMMON = ("kernels.cpp", "linear.cpp", "packed_embedding.cpp")
+LIBRARIES = {
+    "libtrtforge_cpu": ("openvino_ops.cpp", "openvino_packed.cpp"),
+    "libtrtforge_host": ("team.cpp", "decoder.cpp", "host.cpp"),
+}
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni"))]
 ISA_FLAGS = {"generic": [], "avx2": AVX2, "avx512": AVX512}
@@ -93,42 +90,53 @@ def made(command: list[str], inputs: bytes, stem: str, suffix: str) -> Path:
     return target
 
 
-def compile_objects(compiler: str) -> list[Path]:
+def compile_objects(compiler: str) -> dict[str, list[Path]]:
+    """The objects of each library."""
     headers = b"".join(p.read_bytes() for p in sorted(SOURCES.glob("*.hpp")))
     isas = ISA_FLAGS if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
-    jobs = [(source, ["-isystem", str(find_openvino() / "include")], "") for source in SHARED]
+    openvino = ["-isystem", str(find_openvino() / "include")]
+    jobs = [("", source, [], "") for source in COMMON]
     jobs += [
-        (source, [*flags, f"-DTRTFORGE_ISA={isa}"], f"-{isa}")
+        ("", source, [*flags, f"-DTRTFORGE_ISA={isa}"], f"-{isa}")
         for isa, flags in isas.items()
         for source in KERNELS
     ]
+    jobs += [
+        (library, source, openvino if source.startswith("openvino") else [], "")
+        for library, sources in LIBRARIES.items()
+        for source in sources
+    ]
 
-    def compile_one(job: tuple[str, list[str], str]) -> Path:
-        source, flags, suffix = job
+    def compile_one(job: tuple[str, str, list[str], str]) -> Path:
+        _, source, flags, suffix = job
         path = SOURCES / source
         command = [compiler, *FLAGS, *flags, "-c", str(path)]
         return made(command, headers + path.read_bytes(), path.stem + suffix, ".o")
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(compile_one, jobs))
+        objects = list(zip((job[0] for job in jobs), pool.map(compile_one, jobs), strict=True))
+    return {name: [o for owner, o in objects if owner in ("", name)] for name in LIBRARIES}
 
 
-def link(compiler: str, objects: list[Path]) -> Path:
-    libs = find_openvino() / "libs"
-    names = [shared_library(libs, "libopenvino.so.*"), shared_library(libs, "libtbb.so.*")]
-    # site-packages/trtforge/plugins/cpu -> site-packages/openvino/libs; in an editable install the
-    # libraries are found by soname, loaded before by `import openvino`
-    rpath = "-Wl,-rpath,$ORIGIN/../../../openvino/libs"
-    flags = [f"-L{libs}", *(f"-l:{name}" for name in names), rpath, "-Wl,--no-undefined", "-Wl,-s"]
-    return made([compiler, "-shared", *map(str, objects), *flags], b"", "libtrtforge_cpu", ".so")
+def link(compiler: str, name: str, objects: list[Path]) -> Path:
+    flags = ["-pthread", "-Wl,--no-undefined", "-Wl,-s"]
+    if name == "libtrtforge_cpu":
+        libs = find_openvino() / "libs"
+        names = [shared_library(libs, "libopenvino.so.*"), shared_library(libs, "libtbb.so.*")]
+        # site-packages/trtforge/plugins/cpu -> site-packages/openvino/libs; in an editable install the
+        # libraries are found by soname, loaded before by `import openvino`
+        rpath = "-Wl,-rpath,$ORIGIN/../../../openvino/libs"
+        flags += [f"-L{libs}", *(f"-l:{file}" for file in names), rpath]
+    return made([compiler, "-shared", *map(str, objects), *flags], b"", name, ".so")
 
 
 class BuildLibrary(build_ext):
-    """Compiles with the plain compiler; setuptools only decides where the library goes."""
+    """Compiles with the plain compiler; setuptools only decides where the libraries go."""
 
     def build_extension(self, ext: Extension) -> None:
-        compiler = find_compiler()
-        library, target = link(compiler, compile_objects(compiler)), Path(self.get_ext_fullpath(ext.name))
+        compiler, name = find_compiler(), ext.name.rpartition(".")[2]
+        library = link(compiler, name, compile_objects(compiler)[name])
+        target = Path(self.get_ext_fullpath(ext.name))
         if not target.exists() or not filecmp.cmp(library, target, shallow=False):
             target.parent.mkdir(parents=True, exist_ok=True)
             part = target.with_suffix(f".{os.getpid()}")
@@ -147,10 +155,11 @@ class PlatformWheel(bdist_wheel):
 setup(
     ext_modules=[
         Extension(
-            "trtforge.plugins.cpu.libtrtforge_cpu",
+            f"trtforge.plugins.cpu.{name}",
             sources=[],
             depends=[str(p.relative_to(ROOT)) for p in sorted(SOURCES.glob("*.[ch]pp"))],  # go into the sdist
         )
+        for name in LIBRARIES
     ],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
 )

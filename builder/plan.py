@@ -85,15 +85,13 @@ class Plan:
 
 
 def plan_recipe(spec: ModelSpec, quant: QuantSpec, device: Device, formats: Formats) -> RecipePlan:
-    """Matrices as the quantize pass stores them; norms, biases and, but for as_is, an untied embedding, which is
-    only looked up, as they are. A tied embedding is the head.
-    """
+    """Matrices as the quantize pass stores them; norms and biases as they are. A tied embedding is the head."""
     total = looked_up = 0
     for weight, shape in spec.weight_shapes().items():
         is_table = weight == "embedding.weight"
         only_table = is_table and not spec.tied_embeddings
         linear = "lm_head" if is_table and not only_table else weight.removesuffix(".weight")
-        plain = len(shape) == 1 or linear in quant.exclude or (only_table and quant.weights != "as_is")
+        plain = len(shape) == 1 or linear in quant.exclude
         fmt = None if plain else format_of(quant, weight, shape[1], formats.get(weight))
         size = fmt.bytes(shape[0], shape[1]) if fmt else elements(shape) * device.float_bytes
         total += size

@@ -100,28 +100,27 @@ def body_model(case: Case, weights: Weights) -> Any:
 
 
 class Kernel:
-    """The packed linear, compiled as the CPU executor compiles a model. adds: PackedLinearAdd, which takes two."""
+    """The packed linear, compiled as the CPU executor compiles a model."""
 
-    def __init__(self, case: Case, weights: Weights, threads: int = 2, adds: bool = False) -> None:
+    def __init__(self, case: Case, weights: Weights, threads: int = 2) -> None:
         config = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
-        graph = core().read_model(packed_model(case, weights, adds).SerializeToString())
+        graph = core().read_model(packed_model(case, weights).SerializeToString())
         self.compiled = core().compile_model(graph, "CPU", config | {"ENABLE_CPU_PINNING": False})
         self._request = self.compiled.create_infer_request()
 
-    def __call__(self, *inputs: NDArray[np.float32]) -> NDArray[np.float32]:
-        self._request.infer([np.ascontiguousarray(x) for x in inputs])
+    def __call__(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        self._request.infer([np.ascontiguousarray(x)])
         return np.array(self._request.get_output_tensor(0).data)
 
 
-def packed_model(case: Case, weights: Weights, adds: bool = False) -> Any:
+def packed_model(case: Case, weights: Weights) -> Any:
     """The one-node ONNX model as the CPU target lowers it."""
     from onnx import numpy_helper
 
     packed = pack(case.layout, weights.codes, weights.scales, weights.minimums)
     constants = [numpy_helper.from_array(packed, "weights"), numpy_helper.from_array(weights.bias, "bias")]
     attributes = case.layout.attributes(case.activation_bits)
-    op, inputs = ("PackedLinearAdd", ["added"]) if adds else ("PackedLinear", [])
-    return _model(op, ["x", "weights", "bias", *inputs], attributes, constants, case)
+    return _model("PackedLinear", ["x", "weights", "bias"], attributes, constants, case)
 
 
 def _model(op: str, inputs: list[str], attributes: dict[str, int], constants: list[Any], case: Case) -> Any:
@@ -130,8 +129,7 @@ def _model(op: str, inputs: list[str], attributes: dict[str, int], constants: li
     node = helper.make_node(op, inputs, ["y"], domain=DOMAIN, **attributes)
     infos = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, size])
-        for name, size in (("x", case.shape[1]), ("added", case.shape[0]), ("y", case.shape[0]))
-        if name in (*inputs, "y")
+        for name, size in (("x", case.shape[1]), ("y", case.shape[0]))
     ]
     graph = helper.make_graph([node], "op", infos[:-1], infos[-1:], constants)
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]

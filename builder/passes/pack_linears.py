@@ -34,7 +34,7 @@ def _pack(graph: ir.Graph, node: ir.Node) -> None:
     inputs = dict(zip((port.name for port in op.inputs), [first, weights, *bias], strict=True))
     bits = node.attributes["activation_bits"].as_int() if "activation_bits" in node.attributes else 32
     values = layout.attributes(bits)
-    attributes = {a.name: values[a.name] for a in op.attributes}
+    attributes = {a.name: values[a.name] for a in op.attributes if a.name in values}
     new = op.node(inputs, attributes, [o.name or "" for o in node.outputs], node.name)
     ir.convenience.replace_nodes_and_values(graph, node, [node], [new], node.outputs, new.outputs)
 

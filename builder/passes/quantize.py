@@ -67,13 +67,12 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _is_chosen(quant: QuantSpec, weight: ir.Value) -> bool:
-    """Whether it is a table of linears that the recipe does not exclude. An untied embedding is only looked up:
-    rounding it would win no time."""
+    """Whether it is a table of linears that the recipe does not exclude, or the embedding."""
     users = [use.node for use in weight.uses()]
     if not all(_is_table(node, weight) for node in users):
         return False
     linears = [node.name for node in users if node.op_type == "Gemm"]
-    return not any(name in quant.exclude for name in linears) and (bool(linears) or quant.weights == "as_is")
+    return not any(name in quant.exclude for name in linears)
 
 
 def _format(quant: QuantSpec, weight: ir.Value) -> BlockFormat | None:

@@ -1,13 +1,18 @@
-"""CPU: OpenVINO runs the graph; our ops are C++ in its extension (trtforge.plugins.cpu).
+"""CPU: the native host runs graphs that are packed throughout, OpenVINO all others; our ops are C++ in both.
 
 The plain graph threads each pool through its KVCacheUpdates to an output. OpenVINO would copy a pool that
 is an op's output at every step, so here the ops give only the rotated q and the attention: they write in
 place into the pools, which are plain inputs, and the edge of q orders write before read. A pool is a u8
 tensor with a dynamic first dimension, the bytes of an element folded into the last one: parameters of
 16-bit types are converted whole at every step and writes into them are lost.
+
+A graph whose linears are all quantized becomes a chain of a few ops (builder/passes/fuse_decoder.py), written as
+program.json and weights.bin (trtforge.plugins.cpu.program). One with anything else in it goes to OpenVINO as
+model.xml and model.bin: its cost per op and its sleeping threads matter less there.
 """
 
 import errno
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,11 +22,22 @@ from xml.etree import ElementTree
 import numpy as np
 
 from trtforge.builder.graph import save_graph
-from trtforge.builder.passes.fuse_layers import fuse_layers
+from trtforge.builder.passes.fuse_decoder import fuse_decoder, unquantized
+from trtforge.builder.passes.fuse_layers import is_none
 from trtforge.builder.passes.pack_linears import pack_linears
 from trtforge.builder.targets import Progress
 from trtforge.plugins import DOMAIN
 from trtforge.plugins import cpu as plugin
+from trtforge.plugins.cpu.ops import NATIVE_OPS
+from trtforge.plugins.cpu.program import (
+    ALIGNMENT,
+    PROGRAM_FILE,
+    SIZED_INPUTS,
+    WEIGHTS_FILE,
+    Constant,
+    Node,
+    Program,
+)
 from trtforge.plugins.errors import EngineFailure
 from trtforge.plugins.kv_dtypes import KV_DTYPES
 
@@ -29,18 +45,73 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-#: Bytes of a cache line, and of a copy's piece.
-_LINE, _COPIED = 64, 1 << 24
+#: Bytes of a copy's piece.
+_COPIED = 1 << 24
 
 _FIRST_POOL_INPUT, _FIRST_POOL_OUTPUT = 5, 1  # of KVCacheUpdate: kv_pool, kv_scales
 
 
+_log = logging.getLogger(__name__)
+
+
 def compile(graph: "ir.Model", directory: Path, progress: Progress) -> Mapping[str, str]:
+    """Write program.json and weights.bin, or model.xml and model.bin."""
+    lowered = lower(graph)
+    if (chain := fuse_decoder(lowered)) is not None:
+        write_program(chain, directory, progress)
+        return plugin.native_versions()
+    if any(node.op_type == "PackedLinear" for node in lowered.graph):
+        names = unquantized(lowered)
+        _log.warning(
+            "%d weights are not quantized, so OpenVINO runs the engine, slower than the native host would: %s",
+            len(names),
+            ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
+        )
+    _compile_openvino(lowered, directory, progress)
+    return plugin.versions()
+
+
+def write_program(chain: "ir.Model", directory: Path, progress: Progress) -> None:
+    """Write what fuse_decoder gave as program.json and weights.bin, one tensor at a time."""
+    constants: dict[str | None, Constant] = {}
+    weights = [value for value in chain.graph.initializers.values() if not is_none(value)]
+    with (directory / WEIGHTS_FILE).open("wb") as out:
+        for i, value in enumerate(weights):
+            progress("weights", i, len(weights))
+            assert value.const_value is not None
+            array = np.ascontiguousarray(value.const_value.numpy())
+            out.write(bytes(-out.tell() % ALIGNMENT))
+            constants[value.name] = Constant(out.tell(), array.shape, array.dtype.name)
+            out.write(array.data)
+            del array
+    progress("weights", len(weights), len(weights))
+    sized = [v for v in chain.graph.inputs if (v.name or "").startswith(SIZED_INPUTS)]
+    inputs = {v.name or "": tuple(int(d) for d in list(v.shape or ())[1:]) for v in sized}  # type: ignore[arg-type]
+    program = Program(inputs, tuple(_program_node(node, constants) for node in chain.graph))
+    (directory / PROGRAM_FILE).write_text(program.to_json())
+
+
+def _program_node(node: "ir.Node", constants: Mapping[str | None, Constant]) -> Node:
+    attributes = {name: a.value for name, a in node.attributes.items()}
+    ports, _ = NATIVE_OPS[node.op_type].ports(str(attributes.get("kv_dtype", "fp32")))
+    inputs: dict[str, str | Constant] = {}
+    for port, value in zip(ports, node.inputs, strict=True):
+        assert value is not None and value.name
+        if not value.is_initializer():
+            inputs[port.name] = value.name
+        elif value.name in constants:
+            inputs[port.name] = constants[value.name]
+    output = node.outputs[0].name
+    assert node.name and output
+    return Node(node.op_type, node.name, attributes, inputs, output)
+
+
+def _compile_openvino(lowered: "ir.Model", directory: Path, progress: Progress) -> None:
     """Write model.xml and model.bin. Weights go through a file of ONNX external data, tensor by tensor."""
     import openvino
 
     onnx_file = directory / "graph.onnx"
-    save_graph(lower(graph), onnx_file, progress)
+    save_graph(lowered, onnx_file, progress)
     core = openvino.Core()
     plugin.register(core)
     progress("convert", 0, 1)
@@ -59,7 +130,6 @@ def compile(graph: "ir.Model", directory: Path, progress: Progress) -> Mapping[s
     for temporary in directory.glob(onnx_file.name + "*"):
         temporary.unlink()
     progress("convert", 1, 1)
-    return plugin.versions()
 
 
 def _align(directory: Path) -> None:
@@ -73,7 +143,7 @@ def _align(directory: Path) -> None:
     packed, aligned = directory / "model.bin", directory / "model.bin.aligned"
     with packed.open("rb") as source, aligned.open("wb") as out:
         for place in sorted({(int(c.attrib["offset"]), int(c.attrib["size"])) for c in constants}):
-            out.write(bytes(-out.tell() % _LINE))
+            out.write(bytes(-out.tell() % ALIGNMENT))
             moved[place] = out.tell()
             source.seek(place[0])
             for start in range(0, place[1], _COPIED):
@@ -104,7 +174,7 @@ def lower(graph: "ir.Model") -> "ir.Model":
     model.functions.clear()
     for node in list(model.graph):
         _bare_gate(node)
-    return fuse_layers(pack_linears(model))
+    return pack_linears(model)
 
 
 def _bare_gate(gated: "ir.Node") -> None:

@@ -1,4 +1,4 @@
-"""The CPU kernels of our ops, as one OpenVINO extension library.
+"""The CPU kernels of our ops: in an OpenVINO extension, and in a host of their own for graphs that are all packed.
 
 On the CPU target a pool is a u8 input [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size * bytes] that
 the ops write in place, with FP32 scales beside it for quantized types; KVCacheUpdate gives q_rotated only.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtforge.plugins import DOMAIN, DOMAIN_VERSION, OPS, OpDef
-from trtforge.plugins.cpu.ops import CPU_OPS
+from trtforge.plugins.cpu.ops import CPU_OPS, CPU_OPS_VERSION
 from trtforge.plugins.cpu.packing import PACKING_VERSION
 from trtforge.plugins.errors import EnvironmentProblem
 
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 LIBRARY_NAME = "libtrtforge_cpu.so"
 
-#: The ops of a lowered graph that have kernels.
-KERNEL_OPS = {name: OPS[name] for name in ("KVCacheUpdate", "PagedAttention")} | CPU_OPS
+#: The ops that the OpenVINO extension has.
+OPENVINO_OPS = {
+    name: (OPS | CPU_OPS)[name]
+    for name in ("KVCacheUpdate", "PagedAttention", "PackedEmbedding", "PackedLinear")
+}
 
 
 def library_path() -> Path:
@@ -36,11 +39,13 @@ def library_path() -> Path:
 
 
 def versions() -> dict[str, str]:
-    """What an engine was compiled with and must be loaded with."""
-    return {
-        "openvino": version("openvino"),
-        "ops": f"{DOMAIN} {DOMAIN_VERSION}, packing {PACKING_VERSION}",
-    }
+    """What an engine of OpenVINO was compiled with and must be loaded with."""
+    return {"openvino": version("openvino"), **native_versions()}
+
+
+def native_versions() -> dict[str, str]:
+    """The same of an engine of the native host."""
+    return {"ops": f"{DOMAIN} {DOMAIN_VERSION}, cpu {CPU_OPS_VERSION}, packing {PACKING_VERSION}"}
 
 
 def register(core: ov.Core) -> None:
@@ -58,7 +63,7 @@ def register(core: ov.Core) -> None:
             f"{path}: does not load, perhaps because openvino was changed after it was compiled; "
             f"install trtforge again ({' '.join(str(e).split())})"
         ) from e
-    for op in KERNEL_OPS.values():
+    for op in OPENVINO_OPS.values():
         core.add_extension(ConversionExtension(op.name, DOMAIN, _converter(op, path)))
 
 

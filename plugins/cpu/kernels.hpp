@@ -86,10 +86,11 @@ struct PackedQkv {
     float epsilon;
 };
 
-// out = x + down(activation(gate(n)) * up(n)), n = the normalized x.
+// out = added + down(activation(gate(n)) * up(n)), n = the normalized x.
 struct PackedMlp {
-    PackedLinear gate, up, down;  // their x and out are not used
+    PackedLinear gate, up, down;  // their x, added and out are not used
     const float *x, *norm;        // [num_rows, hidden], [hidden]
+    const float* added;           // [num_rows, hidden], or nullptr
     float epsilon;
     bool is_gelu;  // GELU in its tanh form; else SiLU
     float* out;    // [num_rows, hidden]
@@ -103,8 +104,8 @@ void paged_attention(const Attention&, const Parallel&);
 void packed_linear(const PackedLinear&, const Parallel&);
 void packed_qkv(const PackedQkv&, const Parallel&);
 void packed_mlp(const PackedMlp&, const Parallel&);
-// out [num_rows, in_features] = some rows of the weights, by their ids [num_rows], all below out_features
-void packed_embedding(const PackedLinear& table, const int32_t* row_ids, const Parallel&);
+// out [num_rows, in_features] = scale * some rows of the weights, by their ids [num_rows], all below out_features
+void packed_embedding(const PackedLinear& table, const int32_t* row_ids, float scale, const Parallel&);
 
 // What is wrong with the indices in a node's inputs, or nullptr; nothing may be run if there is something.
 const char* find_fault(const CacheUpdate&);

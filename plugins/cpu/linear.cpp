@@ -1,8 +1,6 @@
 // Packed linears, what all instruction sets share: rows are cut into tiles, weights into runs of row blocks.
 #include <algorithm>
-#include <atomic>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "kernels.hpp"
@@ -35,75 +33,6 @@ public:
 private:
     uint8_t* next_;
 };
-
-// The numbers 0 .. count - 1, each given out once. Every worker has a range of its own: it reads weights from front to
-// back, and no two write one cache line for every number. Who is done takes half of what another has left.
-class Ranges {
-public:
-    Ranges(int64_t count, int64_t workers) : workers_(workers) {
-        for (int64_t w = 0; w < workers; w++) ranges_[w].store({count * w / workers, count * (w + 1) / workers});
-    }
-
-    // The next number for a worker, or -1 when all are given out.
-    int64_t next(int64_t worker) {
-        Range& own = ranges_[worker];
-        for (Ends ends = own.load(); ends.begin < ends.end;)
-            if (own.replace(ends, {ends.begin + 1, ends.end})) return ends.begin;
-        for (int64_t i = 1; i < workers_; i++) {
-            Range& other = ranges_[(worker + i) % workers_];
-            for (Ends ends = other.load(); ends.begin < ends.end;) {
-                const int64_t middle = ends.begin + (ends.end - ends.begin) / 2;
-                if (!other.replace(ends, {ends.begin, middle})) continue;
-                own.store({middle + 1, ends.end});
-                return middle;
-            }
-        }
-        return -1;
-    }
-
-    static constexpr int64_t kMostWorkers = 64;
-
-private:
-    struct Ends {
-        int64_t begin, end;
-    };
-    class alignas(64) Range {
-    public:
-        Ends load() const { return unpack(packed_.load(std::memory_order_relaxed)); }
-        void store(Ends ends) { packed_.store(pack(ends), std::memory_order_relaxed); }
-        // Changes `old` to what is there if that is something else.
-        bool replace(Ends& old, Ends ends) {
-            uint64_t expected = pack(old);
-            const bool done = packed_.compare_exchange_weak(expected, pack(ends), std::memory_order_relaxed);
-            if (!done) old = unpack(expected);
-            return done;
-        }
-
-    private:
-        static uint64_t pack(Ends ends) { return uint64_t(ends.begin) << 32 | uint64_t(ends.end); }
-        static Ends unpack(uint64_t packed) { return {int64_t(packed >> 32), int64_t(packed & 0xffffffff)}; }
-        std::atomic<uint64_t> packed_;
-    };
-
-    int64_t workers_;
-    Range ranges_[kMostWorkers];
-};
-
-// Workers that all of the machine's threads can be.
-int64_t count_workers(int64_t count) {
-    static const int64_t threads = std::max(1u, std::thread::hardware_concurrency());
-    return std::min({count, threads, Ranges::kMostWorkers});
-}
-
-// Runs item(0) .. item(count - 1), successive ones mostly on the same thread; see run_items.
-template <class Item>
-void run_ranges(int64_t count, int64_t work, const Parallel& parallel, const Item& item) {
-    const int64_t workers = count_workers(count);
-    Ranges ranges(count, workers);
-    run_items(workers, work, parallel, [&](int64_t worker) {
-        for (int64_t i = ranges.next(worker); i >= 0; i = ranges.next(worker)) item(i);
-    });
-}
 
 // The step's rows in tiles, tiles in chunks that stay in cache, and `units` of row blocks in pieces: an item is one
 // piece of one chunk.
@@ -163,7 +92,7 @@ void multiply(const std::vector<Product>& products, const Parallel& parallel) {
     constexpr int64_t kUnit = 2;
     const Cut cut(first, divide_up(blocks, kUnit), kUnit * first.block_bytes());
     const int64_t row_bytes = k.linear_row_bytes(first);
-    run_ranges(cut.items(), work, parallel, [&](int64_t item) {
+    run_items(cut.items(), work, parallel, [&](int64_t item) {
         cut.each(item, [&](RowTile tile, Blocks units) {
             int64_t begin = units.first * kUnit, end = std::min(blocks, (units.first + units.count) * kUnit);
             for (const Product& p : products) {
@@ -243,7 +172,7 @@ void packed_mlp(const PackedMlp& a, const Parallel& parallel) {
     if (gate.num_rows == 0) return;
     const Kernels& k = kernels();
     PackedLinear down = a.down;
-    down.added = a.x;
+    down.added = a.added;
     down.out = a.out;
     Buffer buffer(gate.num_rows * gate.in_features * sizeof(float) + 2 * prepared_bytes(gate) + prepared_bytes(down));
     const auto prepared = prepare_normalized({&gate, &up}, a.x, a.norm, a.epsilon, buffer, parallel);
@@ -254,7 +183,7 @@ void packed_mlp(const PackedMlp& a, const Parallel& parallel) {
     const int64_t row_bytes = k.linear_row_bytes(gate), inner_row_bytes = k.linear_row_bytes(down);
     const Cut cut(gate, gate.out_features / kGroup, kBlocks * (gate.block_bytes() + up.block_bytes()));
     const int64_t work = 2 * gate.num_rows * gate.in_features * gate.out_features;
-    run_ranges(cut.items(), work, parallel, [&](int64_t item) {
+    run_items(cut.items(), work, parallel, [&](int64_t item) {
         cut.each(item, [&](RowTile tile, Blocks groups) {
             float gated[kMostRows * kGroup], factor[kMostRows * kGroup];
             for (int64_t g = groups.first; g < groups.first + groups.count; g++) {

@@ -10,18 +10,19 @@
 #include <openvino/op/op.hpp>
 
 #include "kernels.hpp"
+#include "ranges.hpp"
 
 namespace trtforge {
 
-// Items are claimed one by one, so that a thread that wakes late, or shares its core, delays nobody. Runs in the
-// arena of the caller, OpenVINO's own, and so with its number of threads.
+// Runs in the arena of the caller, OpenVINO's own, and so with its number of threads; see Ranges.
 inline void run_parallel(int64_t count, const std::function<void(int64_t)>& item) {
     const int64_t workers = std::min<int64_t>(count, tbb::this_task_arena::max_concurrency());
-    std::atomic<int64_t> next{0};
+    Ranges ranges(workers);
+    ranges.fill(count);
     tbb::parallel_for(
         int64_t{0}, workers,
-        [&](int64_t) {
-            for (int64_t i = next++; i < count; i = next++) item(i);
+        [&](int64_t worker) {
+            for (int64_t i = ranges.next(worker); i >= 0; i = ranges.next(worker)) item(i);
         },
         tbb::simple_partitioner());
 }
@@ -160,14 +161,7 @@ inline const int64_t* slots_of(const ov::Tensor& tensor, std::vector<int64_t>* w
     return widened->data();
 }
 
-// A linear stored in a format of one of the fused ops' attributes (PackedLayout.format).
-PackedLinear parse_format(const ov::Node* node, const std::string& format, int64_t in_features, int64_t out_features,
-                          int64_t activation_bits);
-
-// PackedLayer (openvino_layer.cpp).
-ov::Extension::Ptr layer_op();
-// The ops of openvino_packed.cpp and openvino_fused.cpp.
+// The ops of openvino_packed.cpp.
 std::vector<ov::Extension::Ptr> packed_ops();
-std::vector<ov::Extension::Ptr> fused_ops();
 
 }  // namespace trtforge

@@ -116,7 +116,6 @@ public:
 
 static std::vector<ov::Extension::Ptr> all_ops() {
     std::vector<ov::Extension::Ptr> ops = trtforge::packed_ops();
-    for (const ov::Extension::Ptr& op : trtforge::fused_ops()) ops.push_back(op);
     ops.push_back(std::make_shared<ov::OpExtension<trtforge::KVCacheUpdate>>());
     ops.push_back(std::make_shared<ov::OpExtension<trtforge::PagedAttention>>());
     return ops;

@@ -73,15 +73,13 @@ public:
 
     void validate_and_infer_types() override {
         const Attributes& n = attributes;
-        const size_t want = adds() ? 4 : 3;
-        NODE_VALIDATION_CHECK(this, get_input_size() == want, "has ", get_input_size(), " inputs, want ", want);
+        NODE_VALIDATION_CHECK(this, get_input_size() == 3, "has ", get_input_size(), " inputs, want 3");
         check_input(0, "x", {ov::element::f32}, {ov::Dimension::dynamic(), n.in_features});
         check_weights();
         check_input(2, "bias", {ov::element::f32}, {ov::Dimension::dynamic()});
         const ov::Dimension bias = get_input_partial_shape(2)[0];
         NODE_VALIDATION_CHECK(this, bias.compatible(1) || bias.compatible(n.out_features), "bias has ", bias,
                               " elements, want ", n.out_features, " or one zero");
-        if (adds()) check_input(3, "added", {ov::element::f32}, {get_input_partial_shape(0)[0], n.out_features});
         set_output_type(0, ov::element::f32, {get_input_partial_shape(0)[0], n.out_features});
     }
 
@@ -102,35 +100,10 @@ public:
         // a single zero stands for none
         l.bias = in[2].get_size() == size_t(l.out_features) ? in[2].data<const float>() : nullptr;
         out[0].set_shape({size_t(l.num_rows), size_t(l.out_features)});
-        if (adds()) {
-            OPENVINO_ASSERT(in[3].get_shape() == out[0].get_shape(), "PackedLinearAdd: added has shape ",
-                            in[3].get_shape(), ", want ", out[0].get_shape());
-            l.added = in[3].data<const float>();
-        }
         l.out = out[0].data<float>();
         packed_linear(l, run_parallel);
         return true;
     }
-
-protected:
-    virtual bool adds() const { return false; }
-};
-
-class PackedLinearAdd : public PackedLinearOp {
-public:
-    OPENVINO_OP("PackedLinearAdd", "trtforge", PackedLinearOp);
-    PackedLinearAdd() = default;
-    explicit PackedLinearAdd(const ov::OutputVector& inputs) : PackedLinearOp(inputs) {}
-
-    std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector& inputs) const override {
-        auto copy = std::make_shared<PackedLinearAdd>(*this);
-        copy->set_arguments(inputs);
-        copy->validate_and_infer_types();
-        return copy;
-    }
-
-protected:
-    bool adds() const override { return true; }
 };
 
 class PackedEmbedding : public PackedOp {
@@ -141,6 +114,7 @@ public:
 
     bool visit_attributes(ov::AttributeVisitor& visitor) override {
         visit_common(visitor);
+        visitor.on_attribute("scale", scale);
         return true;
     }
 
@@ -170,14 +144,16 @@ public:
                             " is not below ", table.out_features);
         out[0].set_shape({size_t(table.num_rows), size_t(table.in_features)});
         table.out = out[0].data<float>();
-        packed_embedding(table, ids, run_parallel);
+        packed_embedding(table, ids, scale, run_parallel);
         return true;
     }
+
+private:
+    float scale = 1;
 };
 
 std::vector<ov::Extension::Ptr> packed_ops() {
-    return {std::make_shared<ov::OpExtension<PackedLinearOp>>(), std::make_shared<ov::OpExtension<PackedLinearAdd>>(),
-            std::make_shared<ov::OpExtension<PackedEmbedding>>()};
+    return {std::make_shared<ov::OpExtension<PackedLinearOp>>(), std::make_shared<ov::OpExtension<PackedEmbedding>>()};
 }
 
 }  // namespace trtforge

@@ -1,9 +1,10 @@
 """The ops that only a graph lowered for the CPU target has; they have kernels and no function bodies."""
 
-from dataclasses import replace
-
 from trtforge.plugins.opdef import Attribute, OpDef, Port
 from trtforge.plugins.paged_attention import PAGED_ATTENTION
+
+#: Goes up with every change of a declaration below: engines hold nodes of them.
+CPU_OPS_VERSION = 2
 
 PACKED_LINEAR = OpDef(
     name="PackedLinear",
@@ -27,101 +28,65 @@ PACKED_LINEAR = OpDef(
     body=None,
 )
 
-PACKED_LINEAR_ADD = replace(
-    PACKED_LINEAR,
-    name="PackedLinearAdd",
-    doc="PackedLinear with something added to its output: a residual stream.",
-    inputs=(*PACKED_LINEAR.inputs, Port("added", "FLOAT", ("T", "out_features"), "added to the output")),
-)
-
 PACKED_EMBEDDING = OpDef(
     name="PackedEmbedding",
-    doc="QuantEmbedding on weights in that layout, which a PackedLinear may share.",
+    doc="QuantEmbedding on weights in that layout, which a PackedLinear or a PackedHead may share.",
     inputs=(
         Port("token_ids", "INT32", ("T",), "the rows that are wanted, each below out_features"),
         Port("weights", "UINT8", ("row_blocks", "block_bytes"), "packed codes, scales and minimums"),
     ),
-    outputs=(Port("y", "FLOAT", ("T", "in_features"), "as QuantEmbedding's"),),
-    attributes=tuple(a for a in PACKED_LINEAR.attributes if a.name != "activation_bits"),
-    body=None,
-)
-
-_NORMALIZED = (
-    Port("x", "FLOAT", ("T", "hidden_size"), "the residual stream"),
-    Port("norm", "FLOAT", ("hidden_size",), "weight of the RMS norm that x goes through first"),
-)
-_EPSILON = Attribute("epsilon", float, "of the norm")
-_ACTIVATION_BITS = Attribute("activation_bits", int, "as QuantLinear's, of every linear", choices=(8, 32))
-
-
-def _weights(name: str) -> Port:
-    return Port(name, "UINT8", (f"{name}_blocks", f"{name}_block_bytes"), "as PackedLinear's weights")
-
-
-def _format(name: str) -> Attribute:
-    return Attribute(
-        f"{name}_format", str, "bits, zero_point, group_size, scale_bits and has_minimums, as PackedLinear's"
-    )
-
-
-PACKED_QKV = OpDef(
-    name="PackedQkv",
-    doc="The RMS norm before attention and the three linears of the normalized x.",
-    inputs=(
-        *_NORMALIZED,
-        *(_weights(f"{name}_weights") for name in "qkv"),
-        *(
-            Port(f"{name}_bias", "FLOAT", (size,), "a zero [1] for none", broadcast=True)
-            for name, size in (("q", "q_size"), ("k", "kv_size"), ("v", "kv_size"))
-        ),
-    ),
-    outputs=(
-        Port("q", "FLOAT", ("T", "q_size"), "queries"),
-        Port("k", "FLOAT", ("T", "kv_size"), "keys"),
-        Port("v", "FLOAT", ("T", "kv_size"), "values"),
-    ),
+    outputs=(Port("y", "FLOAT", ("T", "in_features"), "as QuantEmbedding's, times scale"),),
     attributes=(
-        Attribute("hidden_size", int, "elements of a row of x"),
-        Attribute("q_size", int, "num_heads * head_size"),
-        Attribute("kv_size", int, "num_kv_heads * head_size"),
-        *map(_format, "qkv"),
-        _EPSILON,
-        _ACTIVATION_BITS,
-    ),
-    body=None,
-)
-
-PACKED_MLP = OpDef(
-    name="PackedMlp",
-    doc="x + down(activation(gate(n)) * up(n)), n the RMS norm of x; linears without biases.",
-    inputs=(*_NORMALIZED, *(_weights(name) for name in ("gate", "up", "down"))),
-    outputs=(Port("y", "FLOAT", ("T", "hidden_size"), "the residual stream after the MLP"),),
-    attributes=(
-        Attribute("hidden_size", int, "elements of a row of x"),
-        Attribute("intermediate_size", int, "outputs of gate and up; a multiple of 32"),
-        *map(_format, ("gate", "up", "down")),
-        Attribute("activation", str, "of the gate", choices=("silu", "gelu_tanh")),
-        _EPSILON,
-        _ACTIVATION_BITS,
+        *(a for a in PACKED_LINEAR.attributes if a.name != "activation_bits"),
+        Attribute("scale", float, "rows are multiplied by it", default=1.0),
     ),
     body=None,
 )
 
 _ROW = ("num_blocks", "layers", 2, "num_kv_heads", "tokens_per_block")
-_LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+#: The linears of a PackedLayer, and the outputs of each.
+LAYER_LINEARS = {
+    "q": "num_heads * head_size",
+    "k": "num_kv_heads * head_size",
+    "v": "num_kv_heads * head_size",
+    "o": "hidden_size",
+    "gate": "intermediate_size",
+    "up": "intermediate_size",
+    "down": "hidden_size",
+}
 
 PACKED_LAYER = OpDef(
     name="PackedLayer",
-    doc="A decoder layer: PackedQkv, KVCacheUpdate, PagedAttention, a linear with the residual, and PackedMlp.",
+    doc="A decoder layer: norm, the linears of q, k and v, KVCacheUpdate, PagedAttention, a linear and the residual; "
+    "norm, down(activation(gate) * up) and the residual. What a model has none of is a zero [1].",
     inputs=(
         Port("x", "FLOAT", ("T", "hidden_size"), "the residual stream"),
         Port("attention_norm", "FLOAT", ("hidden_size",), "weight of the RMS norm before attention"),
         Port("mlp_norm", "FLOAT", ("hidden_size",), "weight of the RMS norm before the MLP"),
-        *(_weights(f"{name}_weights") for name in _LINEARS),
-        Port("q_bias", "FLOAT", ("num_heads * head_size",), "a zero [1] for none", broadcast=True),
-        Port("k_bias", "FLOAT", ("num_kv_heads * head_size",), "a zero [1] for none", broadcast=True),
-        Port("v_bias", "FLOAT", ("num_kv_heads * head_size",), "a zero [1] for none", broadcast=True),
-        Port("o_bias", "FLOAT", ("hidden_size",), "a zero [1] for none", broadcast=True),
+        *(
+            Port(
+                f"{n}_norm", "FLOAT", ("head_size",), f"of each head of {n}, before rotation", broadcast=True
+            )
+            for n in "qk"
+        ),
+        *(
+            Port(
+                f"{block}_post_norm",
+                "FLOAT",
+                ("hidden_size",),
+                f"of the {what}'s output, before the residual is added",
+                broadcast=True,
+            )
+            for block, what in (("attention", "attention"), ("mlp", "MLP"))
+        ),
+        *(
+            Port(f"{n}_weights", "UINT8", (f"{n}_blocks", f"{n}_block_bytes"), "as PackedLinear's weights")
+            for n in LAYER_LINEARS
+        ),
+        *(
+            Port(f"{n}_bias", "FLOAT", (size,), "a zero [1] for none", broadcast=True)
+            for n, size in LAYER_LINEARS.items()
+        ),
         Port("cos_sin", "FLOAT", ("T", "R"), "as KVCacheUpdate's"),
         Port("slot_mapping", "INT64", ("T",), "as KVCacheUpdate's"),
         Port("positions", "INT32", ("T",), "as PagedAttention's"),
@@ -136,15 +101,40 @@ PACKED_LAYER = OpDef(
         *PAGED_ATTENTION.attributes,
         Attribute("hidden_size", int, "elements of a row of x"),
         Attribute("intermediate_size", int, "outputs of gate and up; a multiple of 32"),
-        *map(_format, _LINEARS),
+        *(
+            Attribute(
+                f"{n}_format",
+                str,
+                "bits, zero_point, group_size, scale_bits and has_minimums, as PackedLinear's",
+            )
+            for n in LAYER_LINEARS
+        ),
         Attribute("activation", str, "of the gate", choices=("silu", "gelu_tanh")),
-        Attribute("epsilon", float, "of both norms"),
-        _ACTIVATION_BITS,
+        Attribute("epsilon", float, "of all norms"),
+        Attribute("activation_bits", int, "as QuantLinear's, of every linear", choices=(8, 32)),
     ),
     body=None,
 )
 
-CPU_OPS: dict[str, OpDef] = {
-    op.name: op
-    for op in (PACKED_EMBEDDING, PACKED_LINEAR, PACKED_LINEAR_ADD, PACKED_QKV, PACKED_MLP, PACKED_LAYER)
-}
+PACKED_HEAD = OpDef(
+    name="PackedHead",
+    doc="Logits of some rows: RMS norm, PackedLinear, softcap * tanh(y / softcap).",
+    inputs=(
+        Port("x", "FLOAT", ("T", "in_features"), "the residual stream after the last layer"),
+        Port("logit_rows", "INT32", ("R",), "the rows of x that are wanted"),
+        Port("norm", "FLOAT", ("in_features",), "weight of the last RMS norm"),
+        Port("weights", "UINT8", ("row_blocks", "block_bytes"), "packed codes, scales and minimums"),
+    ),
+    outputs=(Port("logits", "FLOAT", ("R", "out_features"), "of row logit_rows[r], for each r"),),
+    attributes=(
+        *PACKED_LINEAR.attributes,
+        Attribute("epsilon", float, "of the norm"),
+        Attribute("softcap", float, "0: none", default=0.0),
+    ),
+    body=None,
+)
+
+#: The nodes of a graph that the native host runs, from tokens to logits.
+NATIVE_OPS: dict[str, OpDef] = {op.name: op for op in (PACKED_EMBEDDING, PACKED_LAYER, PACKED_HEAD)}
+
+CPU_OPS: dict[str, OpDef] = {PACKED_LINEAR.name: PACKED_LINEAR, **NATIVE_OPS}

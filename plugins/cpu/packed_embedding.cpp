@@ -39,7 +39,7 @@ void load_codes(const uint8_t* block, int64_t row, int bits, int zero_point, flo
 
 }  // namespace
 
-void packed_embedding(const PackedLinear& table, const int32_t* row_ids, const Parallel& parallel) {
+void packed_embedding(const PackedLinear& table, const int32_t* row_ids, float scale, const Parallel& parallel) {
     const PackedLinear& t = table;
     run_items(t.num_rows, t.num_rows * t.in_features * 4, parallel, [&](int64_t i) {
         const int64_t row = row_ids[i] % t.kRows;
@@ -49,9 +49,9 @@ void packed_embedding(const PackedLinear& table, const int32_t* row_ids, const P
             const uint8_t* const group = block + k / t.group_size * t.group_bytes();
             load_codes(group + k % t.group_size * t.kRows * t.bits / 8, row, t.bits, t.zero_point, out + k);
             const uint8_t* const at = group + t.code_bytes() + row * t.scale_bytes;
-            const float scale = load_scale(at, t.scale_bytes);
+            const float unit = load_scale(at, t.scale_bytes);
             const float minimum = t.has_minimums ? load_scale(at + t.kRows * t.scale_bytes, t.scale_bytes) : 0.0f;
-            for (int64_t j = k; j < k + t.kColumns; j++) out[j] = out[j] * scale + minimum;
+            for (int64_t j = k; j < k + t.kColumns; j++) out[j] = (out[j] * unit + minimum) * scale;
         }
     });
 }

@@ -1,6 +1,6 @@
 """The executor's contract: a step's arrays in, logits out. It knows neither requests nor OpenVINO."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,7 @@ class ExecutorLost(EngineFailure):
 @dataclass(frozen=True)
 class StepArrays:
     """The graph's inputs for one step (see docs/graph.md): T tokens of B requests, R rows of logits, G KV
-    groups.
+    groups. One object may serve many steps, with new values in its arrays: whoever keeps it past `run` copies.
     """
 
     token_ids: NDArray[np.int32]  # [T]
@@ -41,9 +41,12 @@ class Executor(Protocol):
     def allocate(self, num_blocks: Sequence[int]) -> None:
         """Make the pools, `num_blocks[g]` blocks for group g; once, before the first run."""
 
-    def run(self, arrays: StepArrays) -> NDArray[np.float32]:
+    def run(self, arrays: StepArrays, meanwhile: Callable[[], None] = lambda: None) -> NDArray[np.float32]:
         """Compute one step: K and V of its tokens are written to their slots; logits FP32 [R, vocab] come
         back, valid until the next run. On an exception no caller may rely on the slots of this step.
+
+        meanwhile: called once, in the caller's thread: while other threads compute already, where an executor can
+        do that, or else before it computes.
         """
 
     def close(self) -> None:

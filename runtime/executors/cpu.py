@@ -1,8 +1,11 @@
-"""The CPU executor: OpenVINO runs the engine's graph, our ops write K and V into the pools that this owns."""
+"""The CPU executor: owns the KV pools, and runs steps on one of two hosts.
+
+Engines whose layers are all packed run on the native host (plugins/cpu/native_host.py), others on OpenVINO.
+"""
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtforge.plugins import cpu as plugin
-from trtforge.plugins.errors import EngineFailure, EngineFormatError, EnvironmentProblem, ForgeError
+from trtforge.plugins.cpu.native_host import NativeHost
+from trtforge.plugins.cpu.openvino_host import OpenVINOHost
+from trtforge.plugins.cpu.program import PROGRAM_FILE, WEIGHTS_FILE, Program
+from trtforge.plugins.errors import EngineFormatError, EnvironmentProblem
 from trtforge.plugins.kv_dtypes import KV_DTYPES
 from trtforge.runtime.executors.base import StepArrays
 from trtforge.runtime.manifest import KVLayout, Manifest
@@ -22,9 +28,9 @@ _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def open_executor(engine_dir: Path, manifest: Manifest, threads: int | None = None) -> "CpuExecutor":
-    """Map and compile the engine's graph. threads: None means the CPUs that this process may use.
+    """Map the engine's weights and make it ready. threads: None means the CPUs that this process may use.
 
-    Raises EngineFormatError for an engine of another OpenVINO version or a damaged graph.
+    Raises EngineFormatError for an engine of other versions of what runs it, or with a damaged graph.
     """
     return CpuExecutor(engine_dir, manifest, threads or available_cpus())
 
@@ -40,73 +46,51 @@ def available_cpus() -> int:
 
 
 class CpuExecutor:
-    """An `Executor` on OpenVINO. A row's logits do not depend on the step's other rows."""
+    """An `Executor` on this machine's CPUs. A row's logits do not depend on the step's other rows."""
 
     def __init__(self, engine_dir: Path, manifest: Manifest, threads: int) -> None:
-        import openvino
-
-        for part, here in plugin.versions().items():
-            built = manifest.versions.get(part)
-            if built != here:
-                raise EngineFormatError(
-                    f"{engine_dir}: built for {part} {built}, here is {here}; build the engine again"
-                )
         self.manifest = manifest
-        core = openvino.Core()
-        plugin.register(core)
-        try:
-            model = core.read_model(engine_dir / "model.xml")  # the weights stay mapped from model.bin
-            compiled = core.compile_model(model, "CPU", properties(threads))
-        except RuntimeError as e:
-            raise load_error(engine_dir, e) from e
-        check_graph(compiled, manifest, engine_dir)
-        self._tensor = openvino.Tensor
-        self._compiled: Any = compiled
-        self._request: Any = compiled.create_infer_request()
+        self.host = open_host(engine_dir, manifest, threads)
+        check_sizes(self.host.sizes(), manifest, engine_dir)
         self.pools: dict[str, NDArray[Any]] = {}  # by the graph's input name; `verify` looks into them
-        self._inputs: list[NDArray[Any]] = []  # of the last step: OpenVINO reads them where they lie
 
     def allocate(self, num_blocks: Sequence[int]) -> None:
         """Make the pools. Their pages are zero, and take memory only when they are first written."""
         assert not self.pools and len(num_blocks) == len(self.manifest.kv.groups)
-        for name, pool in pools(self.manifest.kv, num_blocks):
-            self.pools[name] = pool
-            self._request.set_tensor(name, self._tensor(pool, shared_memory=True))
+        self.pools.update(pools(self.manifest.kv, num_blocks))
+        for g in range(len(num_blocks)):
+            self.host.bind_pool(g, self.pools[f"kv_pool.{g}"], self.pools.get(f"kv_scales.{g}"))
 
-    def run(self, arrays: StepArrays) -> NDArray[np.float32]:
-        """One step. The logits lie in OpenVINO's own memory until the next one; nothing is copied."""
+    def run(self, arrays: StepArrays, meanwhile: Callable[[], None] = lambda: None) -> NDArray[np.float32]:
+        """One step. The logits lie in the host's own memory until the next one; nothing is copied."""
         assert self.pools, "allocate first"
-        self._inputs.clear()
-        for name, array in named(arrays):
-            self._inputs.append(array)
-            self._request.set_tensor(name, self._tensor(array, shared_memory=True))
-        try:
-            self._request.infer()
-        except RuntimeError as e:
-            raise EngineFailure(f"the step failed in OpenVINO: {_reason(e)}") from e
-        logits: NDArray[np.float32] = self._request.get_output_tensor(0).data
-        return logits
-
-    def runtime_model(self) -> Any:
-        """OpenVINO's model of what it really executes, for inspection."""
-        return self._compiled.get_runtime_model()
+        meanwhile()  # neither host can be launched and then waited for
+        return self.host.run(dict(named(arrays)))
 
     def close(self) -> None:
-        self._request = self._compiled = None
-        self._inputs.clear()
+        self.host.close()
         self.pools.clear()
 
 
-def properties(threads: int) -> dict[str, Any]:
-    """FP32 arithmetic whose rows do not depend on each other; threads are not pinned, our ops share them."""
-    return {
-        "PERFORMANCE_HINT": "LATENCY",
-        "NUM_STREAMS": 1,
-        "INFERENCE_NUM_THREADS": threads,
-        "INFERENCE_PRECISION_HINT": "f32",
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
-        "ENABLE_CPU_PINNING": False,
-    }
+def open_host(engine_dir: Path, manifest: Manifest, threads: int) -> NativeHost | OpenVINOHost:
+    """What runs this engine. Raises EngineFormatError for one that is damaged or of other versions."""
+    file, weights = engine_dir / PROGRAM_FILE, engine_dir / WEIGHTS_FILE
+    if not file.is_file():
+        check_versions(plugin.versions(), manifest, engine_dir)
+        return OpenVINOHost(engine_dir, threads)
+    check_versions(plugin.native_versions(), manifest, engine_dir)
+    program = Program.from_json(file.read_text(encoding="utf-8"), file, weights.stat().st_size)
+    return NativeHost(program, weights, manifest.kv.tokens_per_block, threads)
+
+
+def check_versions(here: Mapping[str, str], manifest: Manifest, engine_dir: Path) -> None:
+    """Raise EngineFormatError unless the engine was built for what is here."""
+    for part, version in here.items():
+        built = manifest.versions.get(part)
+        if built != version:
+            raise EngineFormatError(
+                f"{engine_dir}: built for {part} {built}, here is {version}; build the engine again"
+            )
 
 
 def pools(kv: KVLayout, num_blocks: Sequence[int]) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -135,16 +119,7 @@ def pool_rows(kv: KVLayout) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...
             yield f"kv_scales.{g}", np.dtype(np.float32), (*rows, dtype.scales)
 
 
-def load_error(engine_dir: Path, error: RuntimeError) -> ForgeError:
-    """What OpenVINO's refusal to load an engine means for people."""
-    reason = _reason(error)
-    what = f"{engine_dir}: OpenVINO cannot load it ({reason})"
-    if "alloc" in reason:  # it has no class of its own for this
-        return EnvironmentProblem(f"{what}; free memory, or raise the limit of this process")
-    return EngineFormatError(f"{what}; build the engine again")
-
-
-def check_graph(compiled: Any, manifest: Manifest, engine_dir: Path) -> None:
+def check_sizes(found: Mapping[str, tuple[int, ...]], manifest: Manifest, engine_dir: Path) -> None:
     """Raise EngineFormatError unless the graph's pools, rotations and logits have the manifest's sizes.
 
     Pools of another layout would be read and written past their ends.
@@ -152,12 +127,6 @@ def check_graph(compiled: Any, manifest: Manifest, engine_dir: Path) -> None:
     wanted = {name: shape for name, _, shape in pool_rows(manifest.kv)}
     wanted |= {f"cos_sin.{r}": (rope.rotary_dim,) for r, rope in enumerate(manifest.ropes)}
     wanted["logits"] = (manifest.vocab_size,)
-    ports = {port.any_name: port for port in (*compiled.inputs, *compiled.outputs)}
-    found = {
-        name: tuple(size.get_length() for size in list(port.partial_shape)[1:])
-        for name, port in ports.items()
-        if name.startswith(("kv_pool.", "kv_scales.", "cos_sin.", "logits"))
-    }
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             raise EngineFormatError(
@@ -184,9 +153,3 @@ def _aligned(dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     memory = np.zeros(size + _PAGE, np.uint8)
     start = -memory.ctypes.data % _PAGE
     return memory[start : start + size].view(dtype).reshape(shape)
-
-
-def _reason(error: Exception) -> str:
-    """OpenVINO's messages are pages; their last line says what went wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

@@ -8,7 +8,7 @@ under a millisecond.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -68,7 +68,8 @@ class NullExecutor:
         tokens_per_block = self.manifest.kv.tokens_per_block
         self._pools = [np.full((n, tokens_per_block), -1, np.int64) for n in num_blocks]
 
-    def run(self, arrays: StepArrays) -> NDArray[np.float32]:
+    def run(self, arrays: StepArrays, meanwhile: Callable[[], None] = lambda: None) -> NDArray[np.float32]:
+        meanwhile()
         self.steps += 1
         if self.behaviour.lost_at is not None and self.steps >= self.behaviour.lost_at:
             raise ExecutorLost(f"the null executor was told to be lost at step {self.behaviour.lost_at}")

@@ -141,16 +141,6 @@ def test_activations_of_every_size(bits: int, isa: str, rng: np.random.Generator
     np.testing.assert_array_equal(got[:4], clean[:4])
 
 
-def test_added(isa: str, rng: np.random.Generator) -> None:
-    """PackedLinearAdd is PackedLinear plus one rounding."""
-    for shape in ((48, 192), (7, 192)):
-        case = Case(shape, has_bias=True)
-        weights = linears.make_weights(case, rng)
-        x, added = activations(case, 9, rng), rng.standard_normal((9, shape[0]), np.float32)
-        got = Kernel(case, weights, adds=True)(x, added)
-        np.testing.assert_array_equal(got, Kernel(case, weights)(x) + added)
-
-
 def test_no_rows(isa: str, rng: np.random.Generator) -> None:
     case = Case()
     assert Kernel(case, linears.make_weights(case, rng))(np.empty((0, 192), np.float32)).shape == (0, 48)
