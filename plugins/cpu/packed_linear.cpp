@@ -186,14 +186,6 @@ struct Place {
     }
 };
 
-// With many rows each output's line comes from afar, and nothing else hides that.
-static TRTFORGE_INLINE void expect(const Place& place, int64_t rows) {
-    for (int64_t m = 0; m < rows; m++) {
-        __builtin_prefetch(place.out + m * place.stride, 1);
-        if (place.added) __builtin_prefetch(place.added + m * place.stride);
-    }
-}
-
 // One row of x with kLanes rows of weights, from `column` of all outputs; `place` is that of the row block.
 static TRTFORGE_INLINE void put(const PackedLinear& l, const Place& place, int64_t row, int64_t column, lanes_f v) {
     const int64_t at = row * place.stride + column % PackedLinear::kRows, count = l.out_features - column;
@@ -221,7 +213,6 @@ static __attribute__((noinline)) void multiply_rows(const PackedLinear& l, const
     for (int64_t b = blocks.first; b < blocks.first + blocks.count; b++) {
         for (int part = 0; part < kVectors; part += H) {
             lanes_f acc[H][M];
-            if (M > 2) expect(place, M);
             multiply_part<Dot, Bits, H, M>(l, n, l.weights + b * block_bytes, part * kLanes, x, acc);
             for (int m = 0; m < M; m++)
                 for (int h = 0; h < H; h++)
@@ -271,45 +262,59 @@ void multiply_tile(const PackedLinear& l, int64_t num_rows, const uint8_t* prepa
 }
 
 #if defined(__AVX2__)
+// Independent sums, each a variable: GCC leaves an array of them in memory.
 template <class V, int N>
-static TRTFORGE_INLINE void keep(const V (&values)[N]) {
-    for (int i = 0; i < N; i++) __asm__ volatile("" : : "v"(values[i]));
+struct Sums {
+    V first = {};
+    Sums<V, N - 1> others;
+
+    template <class Step>
+    TRTFORGE_INLINE void each(const Step& step) {
+        step(first);
+        others.each(step);
+    }
+};
+template <class V>
+struct Sums<V, 0> {
+    template <class Step>
+    TRTFORGE_INLINE void each(const Step&) {}
+};
+
+template <class V, class Step>
+static TRTFORGE_INLINE int64_t count_steps(int64_t rounds, const Step& step) {
+    constexpr int kSums = 12;
+    Sums<V, kSums> sums;
+    for (int64_t r = 0; r < rounds; r++) sums.each(step);
+    sums.each([](V& sum) __attribute__((always_inline)) { __asm__ volatile("" : : "v"(sum)); });
+    return rounds * kSums;
 }
 #endif
 
 // The loop that kernels come down to without anything around it, for benchmarks.
 int64_t peak(bool int8, int64_t rounds) {
-#if defined(__AVX2__)
-    constexpr int kSums = 12;
 #if defined(__AVX512VNNI__)
-    __m512i dots[kSums] = {};
     const __m512i bytes = _mm512_set1_epi8(3);
-    for (int64_t r = 0; int8 && r < rounds; r++)
-        for (int i = 0; i < kSums; i++) {
-            dots[i] = _mm512_dpbusd_epi32(dots[i], bytes, bytes);
-            settle(dots[i]);
-        }
-#else
-    __m256i dots[kSums] = {};
+    if (int8)
+        return 64 * count_steps<__m512i>(rounds, [&](__m512i& sum) __attribute__((always_inline)) {
+                   sum = _mm512_dpbusd_epi32(sum, bytes, bytes);
+                   settle(sum);
+               });
+#elif defined(__AVX2__)
     const __m256i bytes = _mm256_set1_epi8(3);
-    for (int64_t r = 0; int8 && r < rounds; r++)
-        for (int i = 0; i < kSums; i++) {
-            __m256i pairs = _mm256_maddubs_epi16(bytes, bytes);
-            settle(pairs);
-            dots[i] = _mm256_add_epi16(dots[i], pairs);
-            settle(dots[i]);
-        }
+    if (int8)
+        return 32 * count_steps<__m256i>(rounds, [&](__m256i& sum) __attribute__((always_inline)) {
+                   __m256i x = bytes;
+                   __asm__ volatile("" : "+x"(x));  // or GCC multiplies once
+                   sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(bytes, x));
+                   settle(sum);
+               });
 #endif
-    keep(dots);
-    lanes_f sums[kSums] = {};
+#if defined(__AVX2__)
     const lanes_f one = lane_splat(1.0f);
-    for (int64_t r = 0; !int8 && r < rounds; r++)
-        for (int i = 0; i < kSums; i++) {
-            sums[i] = lane_madd(sums[i], one, one);
-            settle(sums[i]);
-        }
-    keep(sums);
-    return rounds * kSums * kLanes * (int8 ? 4 : 1);
+    return kLanes * count_steps<lanes_f>(rounds, [&](lanes_f& sum) __attribute__((always_inline)) {
+               sum = lane_madd(sum, one, one);
+               settle(sum);
+           });
 #else
     (void)int8, (void)rounds;
     return 0;
