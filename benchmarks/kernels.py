@@ -226,8 +226,7 @@ def plot(path: Path, title: str, bandwidth: float, peak: float, points: list[Poi
         raise SystemExit('--plot needs matplotlib: pip install "trtforge[bench]"') from None
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.add_subplot()
-    ends = np.array([min(p.intensity for p in points) / 2, max(p.intensity for p in points) * 2])
-    x = np.geomspace(*ends, 200)
+    x = np.geomspace(min(p.intensity for p in points) / 2, max(p.intensity for p in points) * 2, 200)
     roof = np.minimum(x * bandwidth, peak or np.inf)
     limits = f"{bandwidth / 1e9:.1f} GB/s" + (f", {peak / 1e9:.0f} GMAC/s" if peak else "")
     axes.loglog(x, roof / 1e9, color="black", label=f"measured limits: {limits}")
