@@ -25,9 +25,10 @@ namespace trtforge {
     void multiply_tile(const PackedLinear&, int64_t, const uint8_t*, Blocks, float*, const float*, int64_t);    \
     void normalize(const float*, const float*, float, int64_t, float*);                                     \
     void activate(bool, const float*, int64_t, float*);                                                     \
+    int64_t peak(bool, int64_t);                                                                            \
     const Kernels table = {#isa,          update_token,     update_scratch,   attend,       attend_scratch, \
                            fold,          finish,           linear_tile_rows, linear_row_bytes, prepare_tile, \
-                           prepare_group, multiply_tile,    normalize,        activate};                    \
+                           prepare_group, multiply_tile,    normalize,        activate,     peak};             \
     }
 
 TRTFORGE_DECLARE(generic)

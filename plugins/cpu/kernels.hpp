@@ -175,6 +175,8 @@ struct Kernels {
     void (*normalize)(const float* x, const float* weight, float epsilon, int64_t count, float* out);
     // gate = activation(gate) * up, both [count]; count is a multiple of 8
     void (*activate)(bool is_gelu, const float* up, int64_t count, float* gate);
+    // Runs nothing but multiply-adds, of bytes or of floats; their number, or 0 for the generic set.
+    int64_t (*peak)(bool int8, int64_t rounds);
 };
 
 // The fastest set that this CPU has, or the one that was forced.

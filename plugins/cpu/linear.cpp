@@ -88,13 +88,11 @@ void multiply(const std::vector<Product>& products, const Parallel& parallel) {
         blocks += p.linear->row_blocks();
         work += p.linear->num_rows * p.linear->in_features * p.linear->out_features;
     }
-    // Pairs of row blocks, which a kernel may take together.
-    constexpr int64_t kUnit = 2;
-    const Cut cut(first, divide_up(blocks, kUnit), kUnit * first.block_bytes());
+    const Cut cut(first, blocks, first.block_bytes());
     const int64_t row_bytes = k.linear_row_bytes(first);
     run_items(cut.items(), work, parallel, [&](int64_t item) {
-        cut.each(item, [&](RowTile tile, Blocks units) {
-            int64_t begin = units.first * kUnit, end = std::min(blocks, (units.first + units.count) * kUnit);
+        cut.each(item, [&](RowTile tile, Blocks wanted) {
+            int64_t begin = wanted.first, end = wanted.first + wanted.count;
             for (const Product& p : products) {
                 const PackedLinear& l = *p.linear;
                 const int64_t count = std::min(end, l.row_blocks()) - begin;
@@ -201,3 +199,9 @@ void packed_mlp(const PackedMlp& a, const Parallel& parallel) {
 }
 
 }  // namespace trtforge
+
+// For benchmarks: runs `rounds` of independent multiply-adds of bytes or floats on this thread, as fast as the
+// instruction set can; their number, or 0 for one without a loop of its own.
+extern "C" __attribute__((visibility("default"))) int64_t trtforge_cpu_peak(int int8, int64_t rounds) {
+    return trtforge::kernels().peak(int8 != 0, rounds);
+}

@@ -13,7 +13,7 @@ constexpr int kVectors = PackedLinear::kRows / kLanes;  // of a row block's rows
 #if defined(__AVX512VNNI__)
 constexpr int kTileRows = 8, kFloatTileRows = 8;
 #else
-constexpr int kTileRows = 4, kFloatTileRows = 4;
+constexpr int kTileRows = 4, kFloatTileRows = 6;
 #endif
 
 static inline bool uses_integers(const PackedLinear& l) {
@@ -33,15 +33,38 @@ struct Rounded {
     int32_t sum;
 };
 
+static inline i32x8 larger(i32x8 a, i32x8 b) { return a > b ? a : b; }
+
+static inline int32_t largest_lane(i32x8 v) {
+#if defined(__AVX2__)
+    __m128i half = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+#else
+    int32_t most = v[0];
+    for (int i = 1; i < 8; i++) most = v[i] > most ? v[i] : most;
+    return most;
+#endif
+}
+
+static inline int32_t sum_of_lanes(i32x8 v) {
+#if defined(__AVX2__)
+    __m128i half = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < 8; i++) sum += v[i];
+    return sum;
+#endif
+}
+
 // 32 elements to int8: the arithmetic of the op's body, bit for bit. A NaN makes the unit a NaN.
 static inline Rounded round_group(const float* x) {
     i32x8 largest_bits = {};
-    for (int i = 0; i < 4; i++) {
-        const i32x8 bits = as_int(load(x + 8 * i)) & 0x7fffffff;  // of floats without sign: ordered as integers
-        largest_bits = bits > largest_bits ? bits : largest_bits;
-    }
-    int32_t most = 0;
-    for (int i = 0; i < 8; i++) most = largest_bits[i] > most ? largest_bits[i] : most;
+    for (int i = 0; i < 4; i++)  // of floats without sign: ordered as integers
+        largest_bits = larger(as_int(load(x + 8 * i)) & 0x7fffffff, largest_bits);
+    const int32_t most = largest_lane(largest_bits);
     float largest;
     memcpy(&largest, &most, 4);
     Rounded r;
@@ -51,8 +74,7 @@ static inline Rounded round_group(const float* x) {
         r.codes[i] = round8(load(x + 8 * i) / splat(r.unit));
         sums += to_int(r.codes[i]);
     }
-    r.sum = 0;
-    for (int i = 0; i < 8; i++) r.sum += sums[i];
+    r.sum = sum_of_lanes(sums);
     return r;
 }
 
@@ -237,6 +259,66 @@ void multiply_tile(const PackedLinear& l, int64_t num_rows, const uint8_t* prepa
 #endif
     if (l.bits == 4) return multiply_up_to<FloatDot<4>, 4, kFloatTileRows>(l, num_rows, prepared, blocks, place);
     multiply_up_to<FloatDot<8>, 8, kFloatTileRows>(l, num_rows, prepared, blocks, place);
+}
+
+#if defined(__AVX2__)
+// Independent sums, each a variable: GCC leaves an array of them in memory.
+template <class V, int N>
+struct Sums {
+    V first = {};
+    Sums<V, N - 1> others;
+
+    template <class Step>
+    TRTFORGE_INLINE void each(const Step& step) {
+        step(first);
+        others.each(step);
+    }
+};
+template <class V>
+struct Sums<V, 0> {
+    template <class Step>
+    TRTFORGE_INLINE void each(const Step&) {}
+};
+
+template <class V, class Step>
+static TRTFORGE_INLINE int64_t count_steps(int64_t rounds, const Step& step) {
+    constexpr int kSums = 12;
+    Sums<V, kSums> sums;
+    for (int64_t r = 0; r < rounds; r++) sums.each(step);
+    sums.each([](V& sum) __attribute__((always_inline)) { __asm__ volatile("" : : "v"(sum)); });
+    return rounds * kSums;
+}
+#endif
+
+// The loop that kernels come down to without anything around it, for benchmarks.
+int64_t peak(bool int8, int64_t rounds) {
+#if defined(__AVX512VNNI__)
+    const __m512i bytes = _mm512_set1_epi8(3);
+    if (int8)
+        return 64 * count_steps<__m512i>(rounds, [&](__m512i& sum) __attribute__((always_inline)) {
+                   sum = _mm512_dpbusd_epi32(sum, bytes, bytes);
+                   settle(sum);
+               });
+#elif defined(__AVX2__)
+    const __m256i bytes = _mm256_set1_epi8(3);
+    if (int8)
+        return 32 * count_steps<__m256i>(rounds, [&](__m256i& sum) __attribute__((always_inline)) {
+                   __m256i x = bytes;
+                   __asm__ volatile("" : "+x"(x));  // or GCC multiplies once
+                   sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(bytes, x));
+                   settle(sum);
+               });
+#endif
+#if defined(__AVX2__)
+    const lanes_f one = lane_splat(1.0f);
+    return kLanes * count_steps<lanes_f>(rounds, [&](lanes_f& sum) __attribute__((always_inline)) {
+               sum = lane_madd(sum, one, one);
+               settle(sum);
+           });
+#else
+    (void)int8, (void)rounds;
+    return 0;
+#endif
 }
 
 }  // namespace TRTFORGE_ISA

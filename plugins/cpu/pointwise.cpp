@@ -5,35 +5,32 @@
 namespace trtforge {
 namespace TRTFORGE_ISA {
 
-// Up to 8 floats, zeros behind them.
-static inline f32x8 load_some(const float* p, int64_t count) {
-    if (count >= 8) return load(p);
+// The last `count` < 8 floats, zeros behind them.
+static inline f32x8 load_last(const float* p, int64_t count) {
     f32x8 v = {};
-    memcpy(&v, p, count * sizeof(float));
+    for (int64_t i = 0; i < count; i++) v[i] = p[i];
     return v;
 }
 
-static inline void store_some(float* p, f32x8 v, int64_t count) {
-    if (count >= 8) return store(p, v);
-    memcpy(p, &v, count * sizeof(float));
-}
-
 void normalize(const float* x, const float* weight, float epsilon, int64_t count, float* out) {
+    const int64_t whole = count / 8 * 8, last = count - whole;
     f32x8 squares[4] = {};
-    int64_t i = 0;
-    for (; i + 32 <= count; i += 32)
+    int64_t at = 0;
+    for (; at + 32 <= whole; at += 32)
         for (int j = 0; j < 4; j++) {
-            const f32x8 v = load(x + i + 8 * j);
+            const f32x8 v = load(x + at + 8 * j);
             squares[j] = madd(v, v, squares[j]);
         }
-    for (int j = 0; i < count; i += 8, j++) {
-        const f32x8 v = load_some(x + i, count - i);
+    for (int j = 0; j < 4 && at < count; j++, at += 8) {
+        const f32x8 v = at < whole ? load(x + at) : load_last(x + at, last);
         squares[j] = madd(v, v, squares[j]);
     }
     const float mean = sum8((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)count;
     const f32x8 factor = splat(1.0f / __builtin_sqrtf(mean + epsilon));
-    for (i = 0; i < count; i += 8)
-        store_some(out + i, load_some(x + i, count - i) * factor * load_some(weight + i, count - i), count - i);
+    for (int64_t i = 0; i < whole; i += 8) store(out + i, load(x + i) * factor * load(weight + i));
+    if (last == 0) return;
+    const f32x8 v = load_last(x + whole, last) * factor * load_last(weight + whole, last);
+    for (int64_t i = 0; i < last; i++) out[whole + i] = v[i];
 }
 
 // x / (1 + e^-x), by way of e^-|x| <= 1.
