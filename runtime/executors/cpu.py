@@ -79,7 +79,11 @@ def open_host(engine_dir: Path, manifest: Manifest, threads: int) -> NativeHost 
         check_versions(plugin.versions(), manifest, engine_dir)
         return OpenVINOHost(engine_dir, threads)
     check_versions(plugin.native_versions(), manifest, engine_dir)
-    program = Program.from_json(file.read_text(encoding="utf-8"), file, weights.stat().st_size)
+    try:
+        text, size = file.read_text(encoding="utf-8"), weights.stat().st_size
+    except (OSError, UnicodeDecodeError) as e:
+        raise EngineFormatError(f"{engine_dir}: cannot be read ({e}); build the engine again") from e
+    program = Program.from_json(text, file, size)
     return NativeHost(program, weights, manifest.kv.tokens_per_block, threads)
 
 

@@ -278,6 +278,29 @@ def test_damaged_graph_is_refused_in_one_line(tiny_engine: Make, tmp_path: Path)
         assert "\n" not in str(refused.value)
 
 
+def test_damaged_program_is_refused_in_one_line(tiny_engine: Make, tmp_path: Path) -> None:
+    """The reader of programs has tests of its own; here it is how the executor comes to it."""
+    engine = shutil.copytree(
+        tiny_engine("llama", recipe="int8_wo", kv_cache_dtype="fp32", tokens_per_block=8), tmp_path / "e"
+    )
+    manifest, program = manifest_format.load(engine), (engine / "program.json").read_bytes()
+
+    def refuse() -> None:
+        with pytest.raises(EngineFormatError, match="build the engine again") as refused:
+            open_executor(engine, manifest)
+        assert "\n" not in str(refused.value)
+
+    for damaged in (program[: len(program) // 2], b"\xff" + program, b""):
+        (engine / "program.json").write_bytes(damaged)
+        refuse()
+    (engine / "program.json").write_bytes(program)
+    open_executor(engine, manifest).close()
+    (engine / "weights.bin").write_bytes((engine / "weights.bin").read_bytes()[:-64])
+    refuse()
+    (engine / "weights.bin").unlink()
+    refuse()
+
+
 def test_memory_that_is_not_to_be_had_is_no_fault_of_the_engine(tiny_engine: Make) -> None:
     executor = open_executor(tiny_engine("llama", kv_cache_dtype="fp32", tokens_per_block=8))
     try:
