@@ -89,6 +89,10 @@ struct StepTile {
     int64_t first_float;  // of the partial results [num_parts, kv_heads, num_rows, group, partial_floats], if split
     int64_t first_count;  // of the parts that are still to be done [kv_heads], if split
     bool is_split;
+    // The first parts, whose keys lie in the same blocks as those of an earlier tile, the leader, are done with its
+    // own. A leader's other tiles are a list through next_shared, -1 at its end.
+    int64_t shared_parts;
+    int32_t next_shared;
 };
 
 struct Item {
@@ -99,10 +103,11 @@ struct Item {
 struct Plan {
     std::vector<StepTile> tiles;
     std::vector<Item> items;
+    std::vector<int32_t> leaders;  // hash table of tiles by their first block, -1 where empty
     std::unique_ptr<std::atomic<int32_t>[]> open_parts;
     size_t num_open_parts = 0;
     Floats partials;
-    int64_t work = 0, whole_rows = 0, split_rows = 0;  // rows: of the largest tile of either kind
+    int64_t work = 0;  // multiply-adds
 };
 
 class Step {
@@ -116,6 +121,7 @@ public:
           group_(a.num_heads / a.pool.kv_heads),
           stride_(partial_floats(a.pool.head_size)) {
         cut_rows();
+        find_shared();
         cut_items();
     }
 
@@ -127,13 +133,15 @@ public:
     }
 
 private:
+    // As many rows of a tile as stay in the second-level cache with their sums.
+    int64_t most_rows() const { return std::min(std::max<int64_t>(1, 12288 / (group_ * padded(d_))), kTileRows); }
+
     void cut_rows() {
-        // As many rows as stay in the second-level cache with their sums, but tiles enough for all threads.
-        const int64_t most = std::max<int64_t>(1, 12288 / (group_ * padded(d_)));
+        // tiles enough for all threads
         const int64_t fair = (a_.num_tokens * kv_heads_ + 23) / 24;
-        const int64_t tile_rows = std::min(std::min(most, std::max<int64_t>(fair, 8)), kTileRows);
+        const int64_t tile_rows = std::min(most_rows(), std::max<int64_t>(fair, 8));
         plan_.tiles.clear();
-        plan_.work = plan_.whole_rows = plan_.split_rows = 0;
+        plan_.work = 0;
         for (int64_t b = 0; b < a_.num_sequences; b++) {
             for (int64_t row = a_.query_start[b]; row < a_.query_start[b + 1]; row += tile_rows) {
                 const int64_t rows = std::min<int64_t>(tile_rows, a_.query_start[b + 1] - row);
@@ -146,8 +154,41 @@ private:
                 const int64_t work = 2 * rows * a_.num_heads * d_ * (end - begin);
                 plan_.work += work;
                 plan_.tiles.push_back(
-                    {b, row, rows, begin, end, (end - begin + kPartition - 1) / kPartition, work, 0, 0, false});
+                    {b, row, rows, begin, end, (end - begin + kPartition - 1) / kPartition, work, 0, 0, false, 0, -1});
             }
+        }
+    }
+
+    // How many whole parts from the beginning on have their keys in the same blocks.
+    int64_t common_parts(const StepTile& x, const StepTile& y) const {
+        const int64_t block = a_.pool.tokens_per_block, most = std::min(x.end, y.end) / kPartition * kPartition;
+        const int32_t *const p = a_.block_tables + x.sequence * a_.max_blocks, *const q = a_.block_tables + y.sequence * a_.max_blocks;
+        const int64_t blocks = (most + block - 1) / block;
+        return std::min(most, (std::mismatch(p, p + blocks, q).first - p) * block) / kPartition;
+    }
+
+    // Single rows that begin with the blocks of an earlier one, as requests with the same prompt do.
+    void find_shared() {
+        size_t slots = 4;
+        while (slots < 2 * plan_.tiles.size()) slots *= 2;
+        plan_.leaders.assign(slots, -1);
+        for (size_t i = 0; i < plan_.tiles.size(); i++) {
+            StepTile& tile = plan_.tiles[i];
+            if (tile.num_rows > 1 || tile.begin > 0 || tile.end < kPartition) continue;
+            const int32_t first = a_.block_tables[tile.sequence * a_.max_blocks];
+            const auto first_of = [&](int32_t t) { return a_.block_tables[plan_.tiles[t].sequence * a_.max_blocks]; };
+            size_t slot = uint32_t(first) * 2654435761u & (slots - 1);
+            while (plan_.leaders[slot] >= 0 && first_of(plan_.leaders[slot]) != first) slot = (slot + 1) & (slots - 1);
+            if (plan_.leaders[slot] < 0) {
+                plan_.leaders[slot] = int32_t(i);
+                continue;
+            }
+            StepTile& leader = plan_.tiles[plan_.leaders[slot]];
+            tile.shared_parts = common_parts(leader, tile);
+            if (tile.shared_parts == 0) continue;
+            tile.next_shared = leader.next_shared;
+            leader.next_shared = int32_t(i);
+            leader.is_split = tile.is_split = true;
         }
     }
 
@@ -158,9 +199,7 @@ private:
         for (size_t i = plan_.tiles.size(); i-- > 0;) {  // a prompt's last rows, which see most, first
             StepTile& tile = plan_.tiles[i];
             // a large piece of the step, and its partial results are small beside the keys
-            tile.is_split = tile.num_parts > 1 && tile.num_rows <= 8 && tile.work * 64 > plan_.work * kv_heads_;
-            int64_t& most_rows = tile.is_split ? plan_.split_rows : plan_.whole_rows;
-            most_rows = std::max(most_rows, tile.num_rows);
+            tile.is_split |= tile.num_parts > 1 && tile.num_rows <= 8 && tile.work * 64 > plan_.work * kv_heads_;
             if (!tile.is_split) {
                 for (int64_t head = 0; head < kv_heads_; head++) plan_.items.push_back({int32_t(i), int32_t(head), -1});
                 continue;
@@ -169,7 +208,7 @@ private:
             tile.first_count = counts;
             floats += tile.num_parts * kv_heads_ * tile.num_rows * group_ * stride_;
             counts += kv_heads_;
-            for (int64_t part = 0; part < tile.num_parts; part++)
+            for (int64_t part = tile.shared_parts; part < tile.num_parts; part++)
                 for (int64_t head = 0; head < kv_heads_; head++)
                     plan_.items.push_back({int32_t(i), int32_t(head), int32_t(part)});
         }
@@ -184,40 +223,72 @@ private:
         }
     }
 
-    void attend(const StepTile& tile, int64_t kv_head, int64_t part, float* scratch, float* partials) const {
-        AttentionRow rows[kTileRows];
-        for (int64_t r = 0; r < tile.num_rows; r++) rows[r] = {tile.first_row + r, partials + r * group_ * stride_};
-        const int64_t begin = tile.begin + part * kPartition;
-        k_.attend(a_, {rows, tile.num_rows, tile.sequence, kv_head, begin, std::min(begin + kPartition, tile.end)},
-                  scratch);
-    }
-
     float* out(const StepTile& tile, int64_t kv_head, int64_t query) const {
         return a_.out + ((tile.first_row + query / group_) * a_.num_heads + kv_head * group_ + query % group_) * d_;
     }
 
+    void attend(const StepTile& tile, const Item& item, int64_t part, const AttentionRow* rows, int64_t num_rows,
+                float* scratch) const {
+        const int64_t begin = tile.begin + part * kPartition, end = std::min(begin + kPartition, tile.end);
+        k_.attend(a_, {rows, num_rows, tile.sequence, item.kv_head, begin, end}, scratch);
+    }
+
     void run_whole(const Item& item) const {
         const StepTile& tile = plan_.tiles[item.tile];
-        const int64_t queries = tile.num_rows * group_, scratch_floats = (k_.attend_scratch(a_, tile.num_rows) + 15) / 16 * 16;
-        float* const partials = thread_scratch(scratch_floats + 2 * queries * stride_) + scratch_floats;
-        float *const scratch = partials - scratch_floats, *const next = partials + queries * stride_;
+        const int64_t queries = tile.num_rows * group_, floats = queries * stride_;
+        float* const partials = thread_scratch(2 * floats + k_.attend_scratch(a_, tile.num_rows));
+        float *const next = partials + floats, *const scratch = next + floats;
+        AttentionRow rows[kTileRows];
         for (int64_t part = 0; part < tile.num_parts; part++) {
-            attend(tile, item.kv_head, part, scratch, part ? next : partials);
+            for (int64_t r = 0; part < 2 && r < tile.num_rows; r++)
+                rows[r] = {tile.first_row + r, partials + part * floats + r * group_ * stride_};
+            attend(tile, item, part, rows, tile.num_rows, scratch);
             for (int64_t n = 0; part && n < queries; n++) k_.fold(next + n * stride_, d_, partials + n * stride_);
         }
         for (int64_t n = 0; n < queries; n++) k_.finish(partials + n * stride_, 1, 0, d_, out(tile, item.kv_head, n));
     }
 
+    // Floats of a split tile's partial results of one part and head.
+    int64_t part_floats(const StepTile& tile) const { return tile.num_rows * group_ * stride_; }
+
+    float* partials_of(const StepTile& tile, int64_t kv_head, int64_t part) const {
+        return partials_ + tile.first_float + (part * kv_heads_ + kv_head) * part_floats(tile);
+    }
+
     void run_part(const Item& item) const {
         const StepTile& tile = plan_.tiles[item.tile];
-        const int64_t floats = tile.num_rows * group_ * stride_;  // of one part and head
-        float* const first = partials_ + tile.first_float + item.kv_head * floats;
-        attend(tile, item.kv_head, item.part, thread_scratch(k_.attend_scratch(a_, tile.num_rows)),
-               first + item.part * kv_heads_ * floats);
-        // whoever does the last part folds them all
-        if (plan_.open_parts[tile.first_count + item.kv_head].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+        AttentionRow rows[kTileRows];
+        int64_t num_rows = 0;
+        for (; num_rows < tile.num_rows; num_rows++)
+            rows[num_rows] = {tile.first_row + num_rows,
+                              partials_of(tile, item.kv_head, item.part) + num_rows * group_ * stride_};
+        const auto flush = [&] {
+            attend(tile, item, item.part, rows, num_rows, thread_scratch(k_.attend_scratch(a_, num_rows)));
+            num_rows = 0;
+        };
+        for_sharing(item, [&](const StepTile& t) {
+            if (num_rows == most_rows()) flush();
+            rows[num_rows++] = {t.first_row, partials_of(t, item.kv_head, item.part)};
+        });
+        flush();
+        end_part(tile, item.kv_head);
+        for_sharing(item, [&](const StepTile& t) { end_part(t, item.kv_head); });
+    }
+
+    // The tiles whose part is done with the item's.
+    template <class F>
+    void for_sharing(const Item& item, const F& f) const {
+        if (plan_.tiles[item.tile].shared_parts > 0) return;  // not a leader
+        for (int32_t i = plan_.tiles[item.tile].next_shared; i >= 0; i = plan_.tiles[i].next_shared)
+            if (plan_.tiles[i].shared_parts > item.part) f(plan_.tiles[i]);
+    }
+
+    // Whoever ends the last part of a tile's head folds them all.
+    void end_part(const StepTile& tile, int64_t kv_head) const {
+        if (plan_.open_parts[tile.first_count + kv_head].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
         for (int64_t n = 0; n < tile.num_rows * group_; n++)
-            k_.finish(first + n * stride_, tile.num_parts, kv_heads_ * floats, d_, out(tile, item.kv_head, n));
+            k_.finish(partials_of(tile, kv_head, 0) + n * stride_, tile.num_parts, kv_heads_ * part_floats(tile), d_,
+                      out(tile, kv_head, n));
     }
 
     const Attention& a_;

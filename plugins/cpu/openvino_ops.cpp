@@ -141,6 +141,30 @@ extern "C" __attribute__((visibility("default"))) void trtforge_cpu_packed_linea
     arena.execute([&] { trtforge::packed_linear(l, trtforge::run_parallel); });
 }
 
+// For benchmarks: the attention of all layers, in an arena of its own. sizes: the KV type's number, num_blocks, layers,
+// kv_heads, tokens_per_block, head_size, tokens, heads, sequences, max_blocks.
+extern "C" __attribute__((visibility("default"))) void trtforge_cpu_paged_attention(
+    const int64_t sizes[10], uint8_t* rows, float* scales, const float* q, const int32_t* positions,
+    const int32_t* query_start, const int32_t* kv_lengths, const int32_t* block_tables, float* out, int threads) {
+    static tbb::task_arena arena(threads);
+    trtforge::Attention a{};
+    a.pool = {rows, scales, trtforge::KVDtype(sizes[0]), sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
+    a.num_tokens = sizes[6];
+    a.num_heads = sizes[7];
+    a.num_sequences = sizes[8];
+    a.max_blocks = sizes[9];
+    a.scale = 0.125f;
+    a.q = q;
+    a.positions = positions;
+    a.query_start = query_start;
+    a.kv_lengths = kv_lengths;
+    a.block_tables = block_tables;
+    a.out = out;
+    arena.execute([&] {
+        for (a.layer = 0; a.layer < a.pool.layers; a.layer++) trtforge::paged_attention(a, trtforge::run_parallel);
+    });
+}
+
 // For benchmarks: reads a buffer, in an arena of its own.
 extern "C" __attribute__((visibility("default"))) int64_t trtforge_cpu_read(const int64_t* p, int64_t bytes,
                                                                             int threads) {

@@ -128,8 +128,15 @@ struct Walk {
     }
 };
 
-static inline void prefetch(const void* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const uint8_t*)p + i);
+// Asks for the row of key j of the next chunk. Rows of a line go to the first-level cache; longer ones would use up
+// its few places for lines on the way, so they go to the second level, and to the first half a chunk ahead.
+static inline __attribute__((always_inline)) void prefetch(const uint8_t* const* rows, const uint8_t* const* next, int64_t j, int64_t bytes) {
+    if (bytes <= 64) return __builtin_prefetch(next[j]);
+    const uint8_t* const soon = rows[at_most(j + kChunk / 2, kChunk - 1)];
+    for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(next[j] + i, 0, 2);
+        __builtin_prefetch(soon + i);
+    }
 }
 
 template <class Codec>
@@ -147,8 +154,8 @@ static void find_rows(const Attention& a, const AttentionTile& t, int64_t chunk,
         const uint8_t* const k = pool.rows + row * bytes;
         if (Codec::max > 0) {
             rows->pieces[rows->num_pieces++] = {i, end, pool.scales + row};
-            prefetch(pool.scales + row, 1);
-            prefetch(pool.scales + row + to_v, 1);
+            __builtin_prefetch(pool.scales + row);
+            __builtin_prefetch(pool.scales + row + to_v);
         }
         for (int64_t j = 0; j < end - i; j++) {
             rows->k[i + j] = k + j * bytes;
@@ -191,7 +198,7 @@ static void score_rows(const float* q, int64_t any_width, const uint8_t* const* 
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
                 const floats x = Codec::decode_floats(k[j]);
-                prefetch(next[first + summed_at(g, j)], width * Codec::bytes);
+                prefetch(keys, next, first + summed_at(g, j), width * Codec::bytes);
 #pragma GCC unroll 4
                 for (int n = 0; n < N; n++) sums[n][j] = load_floats(q + n * width) * x;
             }
@@ -305,7 +312,7 @@ static inline void mix_columns(const float* weights, const uint8_t* const* value
     for (int n = 0; n < N; n++)
         for (int c = 0; c < C; c++) sums[n][c] = load_floats(partials[n] + column + c * kFloats);
     for (int64_t j = range.begin; j < range.end; j++) {
-        if (next) prefetch(next[j], width * Codec::bytes);
+        if (next) prefetch(values, next, j, width * Codec::bytes);
         floats v[C];
         for (int c = 0; c < C; c++) v[c] = Codec::decode_floats(values[j] + (column + c * kFloats) * Codec::bytes);
         for (int n = 0; n < N; n++) {
@@ -468,7 +475,10 @@ void fold(const float* next, int64_t head_size, float* partial) {
 void finish(float* partials, int64_t num_partials, int64_t stride, int64_t head_size, float* out) {
     for (int64_t i = 1; i < num_partials; i++) fold(partials + i * stride, head_size, partials);
     const float total = sum_lanes(load_floats(partials + padded(head_size)));
-    for (int64_t i = 0; i < head_size; i++) out[i] = partials[i] / total;
+    for (int64_t i = 0; i < head_size; i += kFloats) {
+        const floats v = load_floats(partials + i) / all(total);
+        memcpy(out + i, &v, at_most(kFloats, head_size - i) * sizeof(float));
+    }
 }
 
 }  // namespace TRTFORGE_ISA

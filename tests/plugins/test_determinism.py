@@ -1,6 +1,7 @@
 """A row's result depends on its own q and the keys that it sees: not on the step's other rows, bit for bit."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import paged
@@ -104,3 +105,50 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once(
         state, rows = run(cuts)
         np.testing.assert_array_equal(rows, whole)
         np.testing.assert_array_equal(state["kv_pool"], whole_state["kv_pool"])
+
+
+def chunked(length: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+    """A prompt's rows in chunks of random sizes, some of one row."""
+    cuts = sorted({0, length, *rng.integers(0, length, 3).tolist(), length - 1})
+    return list(pairwise(cuts))
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "heads"), [("fp32", (16, 2)), ("int8", (9, 3)), ("fp16", (3, 3)), ("fp8", (5, 1))]
+)
+def test_random_batches_and_chunkings(
+    kv_dtype: str, heads: tuple[int, int], isa: str, rng: np.random.Generator
+) -> None:
+    """Prompts that cross the positions where a sequence is split, cut into chunks that run in steps of random
+    company: each row as in the one step that has them all."""
+    lengths = (300, 35, 257)
+    case = Case(tuple((n, n) for n in lengths), kv_dtype, *heads, 64)
+    inputs = paged.make_inputs(case, rng)
+    together = paged.run_kernel("PagedAttention", case, inputs)
+    starts = inputs["query_start"]
+    open_chunks = [(b, *chunk) for b, n in enumerate(lengths) for chunk in chunked(n, rng)]
+    while open_chunks:
+        count = int(rng.integers(1, 6))
+        rng.shuffle(open_chunks)
+        company, open_chunks = open_chunks[:count], open_chunks[count:]
+        got = paged.run_kernel("PagedAttention", case, step(inputs, company))
+        want = np.concatenate([together[starts[b] + first : starts[b] + end] for b, first, end in company])
+        np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize(("kv_dtype", "tokens_per_block"), [("fp32", 16), ("int8", 48), ("bf16", 16)])
+def test_shared_prefixes_change_nothing(
+    kv_dtype: str, tokens_per_block: int, isa: str, rng: np.random.Generator
+) -> None:
+    """Requests whose tables begin with the same blocks are read together: each as it is alone."""
+    lengths = (700, 900, 530, 256, 512, 40, 1030, 801)
+    case = Case(tuple((n, 1) for n in lengths), kv_dtype, 9, 3, 64, tokens_per_block)
+    inputs = paged.make_inputs(case, rng)
+    tables = inputs["block_tables"]
+    for b, tokens in ((1, 690), (2, 512), (3, 256), (4, 300), (5, 30), (6, 270), (7, 0)):
+        blocks = tokens // tokens_per_block
+        tables[b, :blocks] = tables[0, :blocks]
+    together = paged.run_kernel("PagedAttention", case, inputs)
+    for b in range(len(lengths)):
+        alone = paged.run_kernel("PagedAttention", case, step(inputs, [(b, 0, 1)]))
+        np.testing.assert_array_equal(alone[0].view(np.uint32), together[b].view(np.uint32))
