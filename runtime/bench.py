@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from trtforge.runtime.request import GenerationRequest, RequestOutput, SamplingP
 _WARM_UP_TOKENS = 4
 _PARTS = ("plan", "run", "sample", "send")
 _BANDWIDTH_BYTES = 256 << 20  # far beyond any cache
-_BANDWIDTH_ROUNDS = 4
+_BANDWIDTH_ROUNDS = 7
 
 
 @dataclass(frozen=True)
@@ -225,17 +226,16 @@ def decode_bytes(manifest: Manifest, batch: int, context: int) -> int:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second that all CPUs together read from memory: the best of a few rounds."""
+    """Bytes per second that all CPUs together read from memory: the median of a few rounds, as a step's is."""
     threads = len(os.sched_getaffinity(0))
     data = np.ones(_BANDWIDTH_BYTES // 8, np.int64)
-    parts = np.array_split(data, threads)
-    best = float("inf")
+    parts, seconds = np.array_split(data, threads), []
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(_BANDWIDTH_ROUNDS):
             start = time.perf_counter()
             list(pool.map(np.max, parts))  # releases the GIL, one pass, nothing written
-            best = min(best, time.perf_counter() - start)
-    return data.nbytes / best
+            seconds.append(time.perf_counter() - start)
+    return data.nbytes / median(seconds)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
