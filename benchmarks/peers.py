@@ -328,17 +328,14 @@ def markdown(found: Sequence[Row], not_run: Mapping[str, str]) -> str:
         theirs = "" if row.theirs is None else f"{row.theirs.median:.3g} {row.unit}"
         ours = f"{row.ours if row.ratio is None else format(row.ours.median, '.3g')} {row.unit}"
         cells.append([row.name, ours, row.peer, theirs, str(row.ratio or ""), *wanted])
-    widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(cells[0]))]
-    lines = [
-        " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells
-    ]
-    lines.insert(1, "-|-".join("-" * width for width in widths))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in cells)
+    lines = [f"| {' | '.join(line)} |" for line in padded]
     shown = {row.peer for row in found}
     notes = [f"- {peer}: {note}" for peer, note in PEER_NOTES.items() if peer in shown]
     notes += [f"- {peer}: {reason}" for peer, reason in not_run.items()]
-    return "\n".join(
-        [*(f"| {line} |".replace("| -", "|-").replace("- |", "-|") for line in lines), "", *notes]
-    )
+    return "\n".join([*lines, "", *notes])
 
 
 def main() -> None:
@@ -372,9 +369,8 @@ def main() -> None:
     run_rounds(jobs, options.rounds, cpus, options.patience, measured)
     found = rows(measured)
     print(markdown(found, measured.not_run))
-    print(
-        f"\n{options.rounds} rounds, {options.threads} threads; others took {Spread.of(measured.others)} of the CPUs"
-    )
+    others = f"{median(measured.others):.0%}, at most {max(measured.others):.0%}"
+    print(f"\n{options.rounds} rounds, {options.threads} threads; others took {others} of the CPUs")
     versions = {
         peer: (cache / peer / "installed.txt").read_text().split() for peer in measured.figures if peer in ALL
     }

@@ -85,6 +85,7 @@ def test_the_table_has_what_was_measured_and_why_the_rest_was_not(peers: ModuleT
     assert cells[3] == ["share of the read bandwidth in it", "52 (50 to 54) %", "", "", "", "60 %", "75 %"]
     assert cells[4][2:] == ["openvino", "3.5 s", "1.75 (1.5 to 2)", "1.3 x", "1.8 x"]
     assert len(cells) == 5
+    assert len({len(line) for line in text.splitlines() if "|" in line}) == 1, "the columns line up"
     assert "- transformers: not installed: no such package" in text
     assert "- openvino: " in text and "- llama.cpp" not in text
 
