@@ -20,8 +20,8 @@ from trtforge.runtime.request import Request, Sampled, SamplingParams, Step, Tok
 
 Scores = NDArray[np.float32]  # [vocab]
 
-#: How many of the best tokens top-p looks at first; only a flat distribution needs more.
-NUCLEUS_FIRST = 128
+#: How many of the best tokens top-p looks at first, and then; only a flat distribution needs more.
+NUCLEUS_TRIES = (128, 512)
 #: The most weights that top-p sorts.
 MAX_SORTED = 1024
 #: Tokens whose weights are summed up together, for a draw from all of them.
@@ -187,10 +187,16 @@ def _nucleus(left: Candidates, top_p: float) -> Candidates:
     one. Of equals those with the smallest ids.
     """
     weights = left.weights
-    rest, enough = weights, top_p * float(block_sums(weights).sum())
-    taken, count = 0, NUCLEUS_FIRST  # taken: of the best, those that are in for certain
+    enough = top_p * float(block_sums(weights).sum())
+    rest, taken = weights, 0  # rest: where the end is; taken: of the better ones, all in for certain
+    for count in NUCLEUS_TRIES:
+        if count * 2 < len(weights):
+            best = weights[weights >= reached_by(weights, count)]
+            if best.sum(dtype=np.float64) >= enough:
+                rest = best
+                break
     while len(rest) > MAX_SORTED:
-        bound = _near(rest, count)
+        bound = np.sort(rest[:: len(rest) // 128])[64]
         is_best = rest >= bound
         if is_best.all():
             is_best = rest > bound
@@ -200,9 +206,8 @@ def _nucleus(left: Candidates, top_p: float) -> Candidates:
         weight = float(best.sum(dtype=np.float64))
         if weight < enough:
             enough, taken, rest = enough - weight, taken + len(best), rest[~is_best]
-            count = min(4 * count, len(rest) // 2)
         else:
-            rest, count = best, len(best) // 2
+            rest = best
     rest = -np.sort(-rest)
     last = min(int(rest.cumsum(dtype=np.float64).searchsorted(enough, side="left")), len(rest) - 1)
     kept = np.flatnonzero(weights >= rest[last])
@@ -210,14 +215,6 @@ def _nucleus(left: Candidates, top_p: float) -> Candidates:
         equal = np.flatnonzero(weights[kept] == rest[last])
         kept = np.delete(kept, equal[-surplus:])
     return left.take(kept)
-
-
-def _near(values: NDArray[Any], count: int) -> float:
-    """About the count-th largest; between the least and the largest."""
-    if count * 4 <= len(values) // GROUP * 3:
-        return reached_by(values, count)
-    sample = np.sort(values[:: len(values) // 128])
-    return float(sample[-1 - count * len(sample) // len(values)])
 
 
 def kth_best(values: NDArray[Any], k: int) -> float:

@@ -90,7 +90,7 @@ def library() -> ctypes.CDLL:
     loaded.trtforge_host_close.restype = None
     loaded.trtforge_host_bind_pool.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64)
     loaded.trtforge_host_bind_pool.restype = None
-    loaded.trtforge_host_run.argtypes = (c_void_p, POINTER(_Step), POINTER(POINTER(c_float)))
+    loaded.trtforge_host_run.argtypes = (c_void_p, POINTER(_Step), POINTER(c_void_p))
     loaded.trtforge_host_run.restype = c_char_p
     loaded.trtforge_host_isa.restype = c_char_p
     return loaded
@@ -122,6 +122,10 @@ class NativeHost:
         if not self._host:
             raise EnvironmentProblem("the native host cannot start: no memory or no thread is to be had")
         self._pools: list[NDArray[Any]] = []  # kept: the host writes into them
+        self._arrays: Mapping[str, NDArray[Any]] | None = None  # kept: of the step before
+        self._step = _Step()
+        self._logits_at = c_void_p()
+        self._known_place: tuple[int | None, int] | None = None  # where `_known` is, and how many rows it has
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Of the inputs whose sizes a manifest has too: without the first dimension, by name."""
@@ -138,36 +142,51 @@ class NativeHost:
     def run(self, arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
         """Logits [R, vocab_size] of one step, the host's own memory until the next one.
 
-        arrays: the graph's inputs by name (docs/graph.md), contiguous. Raises EngineFailure.
+        arrays: the graph's inputs by name (docs/graph.md), contiguous; the same mapping as before means the same
+        arrays with other values, which takes a tenth of the time to pass on. Raises EngineFailure.
         """
-        import numpy as np
-
         assert len(self._pools) >= self._groups, "bind the pools first"
+        if arrays is not self._arrays:
+            self._bind(arrays)
+        fault = self._library.trtforge_host_run(self._host, byref(self._step), byref(self._logits_at))
+        if fault is not None:
+            raise EngineFailure(f"the step failed in the native host: {fault.decode()}")
+        return self._logits()
+
+    def _bind(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Tell `_step` where these arrays are."""
         _check_sizes(arrays)
         ropes = [arrays[f"cos_sin.{r}"] for r in range(self._ropes)]
         slots = [arrays[f"slot_mapping.{g}"] for g in range(self._groups)]
         tables = [arrays[f"block_tables.{g}"] for g in range(self._groups)]
-        lists = (  # named, so that they live as long as the call
+        self._lists = (  # kept, as the arrays are: the step has their addresses
             _pointers(ropes),
             _numbers([a.shape[1] for a in ropes]),
             _pointers(slots),
             _pointers(tables),
             _numbers([a.shape[1] for a in tables]),
         )
-        step = _Step(
+        self._step = _Step(
             len(arrays["token_ids"]),
             len(arrays["kv_lengths"]),
             len(arrays["logit_rows"]),
             *(_address(arrays[name]) for name in ("token_ids", "positions", "query_start", "kv_lengths")),
             _address(arrays["logit_rows"]),
-            *(ctypes.addressof(values) for values in lists),
+            *(ctypes.addressof(values) for values in self._lists),
         )
-        logits = POINTER(c_float)()
-        fault = self._library.trtforge_host_run(self._host, byref(step), byref(logits))
-        if fault is not None:
-            raise EngineFailure(f"the step failed in the native host: {fault.decode()}")
-        shape = (len(arrays["logit_rows"]), self._vocab_size)
-        return np.ctypeslib.as_array(logits, shape) if shape[0] else np.empty(shape, np.float32)
+        self._arrays = arrays
+
+    def _logits(self) -> NDArray[np.float32]:
+        """Of the step that ran last, where they lie; the same array as long as that is the same place."""
+        import numpy as np
+
+        place = (self._logits_at.value, self._step.num_logits)
+        if place != self._known_place:
+            shape = (place[1], self._vocab_size)
+            pointer = ctypes.cast(self._logits_at, POINTER(c_float))
+            self._known = np.ctypeslib.as_array(pointer, shape) if shape[0] else np.empty(shape, np.float32)
+            self._known_place = place
+        return self._known
 
     def close(self) -> None:
         """Stop its threads; safe to call twice."""

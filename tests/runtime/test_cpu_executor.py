@@ -243,6 +243,32 @@ def test_step_without_logits(tiny_engine: Make) -> None:
         assert np.array_equal(rest, steps.logits(prompt)[12:])
 
 
+@pytest.mark.parametrize("recipe", ["full_prec", "int8_wo"])
+def test_the_same_arrays_may_come_again_with_other_values(recipe: str, tiny_engine: Make) -> None:
+    """As they do in most steps; and others in between, of other sizes."""
+    engine = tiny_engine("llama", kv_cache_dtype="fp32", tokens_per_block=8, recipe=recipe)
+    prompt = checkpoints.prompt_ids(12)
+    with stepper(engine) as steps:
+        wanted = steps.logits(prompt)
+        sequence, run = steps.new(), steps.executor.run
+        reused = steps.arrays([(sequence, prompt[:1], 1)])
+        found = [run(reused).copy()]
+        for i in range(1, 12):
+            fresh = steps.arrays([(sequence, prompt[i : i + 1], 1)])
+            if fresh.block_tables[0].shape != reused.block_tables[0].shape:
+                reused = replace(reused, block_tables=fresh.block_tables)
+            for name in ("token_ids", "positions", "kv_lengths"):
+                getattr(reused, name)[:] = getattr(fresh, name)
+            for mine, new in zip(
+                (*reused.cos_sin, *reused.slot_mapping), (*fresh.cos_sin, *fresh.slot_mapping), strict=True
+            ):
+                mine[:] = new
+            found.append(run(reused).copy())
+            if i == 5:
+                assert np.array_equal(steps.logits(prompt), wanted)
+        assert np.array_equal(np.concatenate(found), wanted)
+
+
 def test_failed_step_is_our_error_and_the_next_one_works(tiny_engine: Make) -> None:
     with stepper(tiny_engine("llama", kv_cache_dtype="fp32", tokens_per_block=8)) as steps:
         prompt = checkpoints.prompt_ids(9)
