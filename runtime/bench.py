@@ -19,6 +19,7 @@ from trtforge.plugins.errors import InvalidArgument
 from trtforge.runtime.config import EngineConfig
 from trtforge.runtime.engine import Engine
 from trtforge.runtime.manifest import Manifest
+from trtforge.runtime.metrics import Metrics
 from trtforge.runtime.request import GenerationRequest, RequestOutput, SamplingParams
 
 _WARM_UP_TOKENS = 4
@@ -88,7 +89,8 @@ class Report(Speeds):
     load_to_first_token_s: from opening the engine to the first token of the warm-up, whose prompt is as long as
     the others. bytes_per_token: what a decoded token must read: its share of the weights, which a step reads
     once for all its requests, and the K and V of its own context. bandwidth_share: that, at the rate measured,
-    of read_bytes_per_s. The shares of plan, run, sample and send are of a step's time.
+    of read_bytes_per_s. step_ms: of a step in which all requests decode; the shares of plan, run, sample and send
+    are of it, and loop_share is that of all but run.
     """
 
     load_to_first_token_s: float
@@ -96,13 +98,19 @@ class Report(Speeds):
     read_bytes_per_s: float
     bandwidth_share: float
     mean_batch: float
+    step_ms: float
     plan_share: float
     run_share: float
     sample_share: float
     send_share: float
+    loop_share: float
 
     def rows(self) -> list[tuple[str, str]]:
-        parts = ", ".join(f"{part} {getattr(self, f'{part}_share'):.1%}" for part in _PARTS)
+        shares = {part: getattr(self, f"{part}_share") for part in _PARTS}
+        parts = ", ".join(f"{part} {share:.1%}" for part, share in shares.items())
+        ms = ", ".join(
+            f"{part} {share * self.step_ms:.3f}" for part, share in shares.items() if part != "run"
+        )
         return [
             *super().rows(),
             ("load to first token", f"{self.load_to_first_token_s:.2f} s"),
@@ -110,25 +118,38 @@ class Report(Speeds):
             ("bytes per token", f"{self.bytes_per_token / 1e6:.1f} MB"),
             ("memory", f"{self.bandwidth_share:.0%} of {self.read_bytes_per_s / 1e9:.1f} GB/s read"),
             ("time of a step", parts),
+            ("beside the model", f"{self.loop_share:.1%} of {self.step_ms:.2f} ms a step: {ms} ms"),
         ]
 
 
 class Arrivals:
-    """A sink that notes when each request's tokens came, and waits for all of them."""
+    """A sink that notes when each request's tokens came, and waits for all of them.
 
-    def __init__(self, count: int) -> None:
+    metrics: asked when all requests have a token and none has ended, and again when the first one has: `steady` is
+    what it gave, of these two moments if they came.
+    """
+
+    def __init__(self, count: int, metrics: Callable[[], Metrics] | None = None) -> None:
         self.times: dict[str, list[float]] = {}  # request id -> of each token, on time.perf_counter's clock
+        self.steady: list[Metrics] = []
+        self._metrics = metrics
         self._errors: list[Exception] = []
-        self._open = count
+        self._count = self._open = count
         self._all_ended = threading.Event()
 
     def __call__(self, outputs: Sequence[RequestOutput]) -> None:
         now = time.perf_counter()
         for output in outputs:
-            self.times.setdefault(output.id, []).extend([now] * len(output.token_ids))
+            if output.token_ids:
+                self.times.setdefault(output.id, []).extend([now] * len(output.token_ids))
             if output.error is not None:
                 self._errors.append(output.error)
             self._open -= output.finished
+        if self._metrics:
+            begins = not self.steady and len(self.times) == self._open == self._count
+            ends = len(self.steady) == 1 and self._open < self._count
+            if begins or ends:
+                self.steady.append(self._metrics())
         if self._open <= 0:
             self._all_ended.set()
 
@@ -162,7 +183,10 @@ def measure(
     speeds = Speeds.of(start, list(arrivals.times.values()), prompt_tokens)
     mean_context = prompt_tokens + speeds.output_tokens // 2  # max_seq_len may have cut what was asked
     bytes_per_token = decode_bytes(engine.manifest, concurrency, mean_context)
-    parts = {p: getattr(after, f"{p}_seconds") - getattr(before, f"{p}_seconds") for p in _PARTS}
+    # With few tokens the first request may have ended when the last one begins.
+    first, last = arrivals.steady if len(arrivals.steady) == 2 else (before, after)
+    parts = {p: getattr(last, f"{p}_seconds") - getattr(first, f"{p}_seconds") for p in _PARTS}
+    whole = sum(parts.values())
     return Report(
         **asdict(speeds),
         load_to_first_token_s=min(map(min, warm_up.times.values())) - opened,
@@ -170,7 +194,9 @@ def measure(
         read_bytes_per_s=bandwidth,
         bandwidth_share=bytes_per_token * speeds.decode_tokens_per_s / bandwidth,
         mean_batch=(after.step_rows - before.step_rows) / (after.steps - before.steps),
-        **{f"{part}_share": seconds / sum(parts.values()) for part, seconds in parts.items()},
+        step_ms=1e3 * whole / (last.steps - first.steps),
+        **{f"{part}_share": seconds / whole for part, seconds in parts.items()},
+        loop_share=1 - parts["run"] / whole,
     )
 
 
@@ -199,7 +225,7 @@ def measure_server(
 def _run(engine: Engine, prompts: NDArray[np.int64], output_tokens: int) -> tuple[float, Arrivals]:
     """Submit prompts [requests, tokens] together and wait for all. Gives the time of submission too."""
     params = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-    arrivals = Arrivals(len(prompts))
+    arrivals = Arrivals(len(prompts), engine.metrics)
     start = time.perf_counter()
     for i, prompt in enumerate(prompts.tolist()):
         engine.submit(GenerationRequest(f"bench-{i}", token_ids=prompt, params=params), sink=arrivals)

@@ -14,8 +14,10 @@ from click.testing import CliRunner, Result
 
 from trtforge.builder.cli import main
 from trtforge.plugins.errors import InvalidArgument
-from trtforge.runtime.bench import measure_server, steady_rate
+from trtforge.runtime.bench import Arrivals, measure_server, steady_rate
 from trtforge.runtime.manifest import Limits
+from trtforge.runtime.metrics import Metrics
+from trtforge.runtime.request import FinishReason, RequestOutput
 
 Make = Callable[..., Path]
 
@@ -281,7 +283,42 @@ def test_bench_reports_rates_latencies_and_the_share_of_the_bandwidth(null_engin
     assert sum(report[f"{part}_share"] for part in ("plan", "run", "sample", "send")) == pytest.approx(
         1, abs=1e-4
     )
-    assert "between tokens" in run("bench", engine, *options).stdout
+    assert report["loop_share"] == pytest.approx(1 - report["run_share"], abs=1e-4)
+    assert 0 < report["step_ms"] < 1e3 * report["total_s"]
+    table = run("bench", engine, *options).stdout
+    assert "between tokens" in table
+    assert "ms a step: plan" in table
+
+
+def test_the_time_of_a_step_is_of_steps_in_which_all_requests_decode(null_engine: Make) -> None:
+    """The prompts' steps are longer, and would make little of what a step costs beside the model."""
+    engine = null_engine(Limits(max_batch_size=4, max_num_tokens=8), delay=0.002)
+    options = ["--concurrency", 4, "--prompt-tokens", 40, "--output-tokens", 20, "--json"]
+    (report,) = lines(run("bench", engine, *options))
+    assert report["step_ms"] > 2
+    first = Arrivals(2, Metrics)
+    for id, tokens, finished in (
+        ("a", (1,), 0),
+        ("a", (), 0),
+        ("b", (1,), 0),
+        ("b", (2,), 0),
+        ("a", (2,), 1),
+    ):
+        before = len(first.steady)
+        first([RequestOutput(id, "", tokens, finish_reason=FinishReason.LENGTH if finished else None)])
+        assert len(first.steady) - before == ((id, tokens) in (("b", (1,)), ("a", (2,))))
+    never = Arrivals(2, Metrics)
+    never([RequestOutput("a", "", (1,), finish_reason=FinishReason.LENGTH)])
+    never([RequestOutput("b", "", (1,))])
+    assert not never.steady
+
+
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_so_few_tokens_that_requests_hardly_decode_together(null_engine: Make, tokens: int) -> None:
+    engine = null_engine(Limits(max_batch_size=4, max_num_tokens=8))
+    options = ["--concurrency", 4, "--prompt-tokens", 40, "--output-tokens", tokens, "--json"]
+    (report,) = lines(run("bench", engine, *options))
+    assert report["step_ms"] > 0
 
 
 def test_bytes_are_of_the_tokens_that_came(null_engine: Make) -> None:
