@@ -109,3 +109,22 @@ def test_an_order_of_sums_that_depends_on_the_batch_is_seen(
         assert found != wanted
     finally:
         library.trtforge_host_force_isa(b"")
+
+
+def test_one_unit_in_the_last_place_is_seen(
+    engine: Path, alone: tuple[list[GenerationRequest], dict[str, Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one logit of each request, the best one, when it is not alone."""
+    run_step = NativeHost.run
+
+    def nudged(host: NativeHost, arrays: Mapping[str, Any]) -> Any:
+        logits = run_step(host, arrays).copy()
+        if len(arrays["kv_lengths"]) > 1:
+            best = np.arange(len(logits)), logits.argmax(axis=1)
+            logits[best] = np.nextafter(logits[best], np.float32(np.inf))
+        return logits
+
+    monkeypatch.setattr(NativeHost, "run", nudged)
+    asked, wanted = alone
+    found, _ = run(engine, asked)
+    assert all(found[id] != wanted[id] for id in wanted)
