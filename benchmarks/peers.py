@@ -270,6 +270,11 @@ def run_rounds(jobs: Sequence[Job], rounds: int, cpus: set[int], patience: float
 # -- the table
 
 
+def short(value: float) -> str:
+    """Three digits, or all that stand before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 @dataclass(frozen=True)
 class Spread:
     median: float
@@ -281,7 +286,7 @@ class Spread:
         return cls(median(values), min(values), max(values))
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.lowest:.3g} to {self.highest:.3g})"
+        return f"{short(self.median)} ({short(self.lowest)} to {short(self.highest)})"
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float], less_is_better: bool) -> Spread:
@@ -325,8 +330,8 @@ def markdown(found: Sequence[Row], not_run: Mapping[str, str]) -> str:
     for row in found:
         unit = row.unit if row.ratio is None else "x"
         wanted = ["" if w is None else f"{w:g} {unit}" for w in (row.at_least, row.aim)]
-        theirs = "" if row.theirs is None else f"{row.theirs.median:.3g} {row.unit}"
-        ours = f"{row.ours if row.ratio is None else format(row.ours.median, '.3g')} {row.unit}"
+        theirs = "" if row.theirs is None else f"{short(row.theirs.median)} {row.unit}"
+        ours = f"{row.ours if row.ratio is None else short(row.ours.median)} {row.unit}"
         cells.append([row.name, ours, row.peer, theirs, str(row.ratio or ""), *wanted])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])

@@ -64,7 +64,12 @@ def test_busy_is_what_is_neither_idle_nor_waiting_on_the_cpus_asked_for(
 
 def test_the_table_has_what_was_measured_and_why_the_rest_was_not(peers: ModuleType) -> None:
     figures = {
-        "trtforge": {"decode_1": [90.0, 100.0], "share": [50.0, 54.0], "total_16": [2.0, 2.0]},
+        "trtforge": {
+            "decode_1": [90.0, 100.0],
+            "share": [50.0, 54.0],
+            "total_16": [2.0, 2.0],
+            "bandwidth": [30.0, 1234.5],
+        },
         "llama.cpp": {"decode_1": [45.0, 40.0]},
         "openvino": {"total_16": [4.0, 3.0]},
     }
@@ -83,8 +88,9 @@ def test_the_table_has_what_was_measured_and_why_the_rest_was_not(peers: ModuleT
         "1.8 x",
     ]
     assert cells[3] == ["share of the read bandwidth in it", "52 (50 to 54) %", "", "", "", "60 %", "75 %"]
-    assert cells[4][2:] == ["openvino", "3.5 s", "1.75 (1.5 to 2)", "1.3 x", "1.8 x"]
-    assert len(cells) == 5
+    assert cells[4][:2] == ["read bandwidth just before", "632 (30 to 1234) GB/s"]
+    assert cells[5][2:] == ["openvino", "3.5 s", "1.75 (1.5 to 2)", "1.3 x", "1.8 x"]
+    assert len(cells) == 6
     assert len({len(line) for line in text.splitlines() if "|" in line}) == 1, "the columns line up"
     assert "- transformers: not installed: no such package" in text
     assert "- openvino: " in text and "- llama.cpp" not in text
