@@ -21,12 +21,12 @@ from trtforge.runtime.request import Request, Sampled, SamplingParams, Step, Tok
 Scores = NDArray[np.float32]  # [vocab]
 
 #: How many of the best tokens top-p looks at first, and then; only a flat distribution needs more.
-NUCLEUS_TRIES = (128, 512)
+NUCLEUS_TRIES = (128, 512, 2048)
 #: The most weights that top-p sorts.
 MAX_SORTED = 1024
 #: Tokens whose weights are summed up together, for a draw from all of them.
 BLOCK = 256
-#: Values of a group, of which `reached_by` looks at the best only.
+#: The most values in a group, of which `reached_by` looks at the best only.
 GROUP = 64
 
 _MASK = 2**64 - 1
@@ -190,7 +190,7 @@ def _nucleus(left: Candidates, top_p: float) -> Candidates:
     enough = top_p * float(block_sums(weights).sum())
     rest, taken = weights, 0  # rest: where the end is; taken: of the better ones, all in for certain
     for count in NUCLEUS_TRIES:
-        if count * 2 < len(weights):
+        if count * 4 < len(weights):
             best = weights[weights >= reached_by(weights, count)]
             if best.sum(dtype=np.float64) >= enough:
                 rest = best
@@ -224,12 +224,13 @@ def kth_best(values: NDArray[Any], k: int) -> float:
 
 
 def reached_by(values: NDArray[Any], count: int) -> float:
-    """A bound that at least `count` of the values reach, and few more: the count-th largest of what the groups
-    have as their largest. A pass over the values in order, where a partition jumps about in them."""
-    groups = len(values) // GROUP
-    if count * 4 > groups * 3:  # so many that the best of the groups tell little
+    """A bound that at least `count` of the values reach, and not many more: the count-th largest of what groups of
+    them have as their largest. A pass over the values in order, where a partition jumps about in them."""
+    groups = max(len(values) // GROUP, 4 * count // 3)  # were there fewer, their largest would tell little
+    size = len(values) // groups
+    if size < 2:
         return float(np.partition(values, len(values) - count)[len(values) - count])
-    largest = values[: groups * GROUP].reshape(GROUP, groups).max(axis=0)
+    largest = values[: size * groups].reshape(size, groups).max(axis=0)
     return float(np.partition(largest, groups - count)[groups - count])
 
 
